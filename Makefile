@@ -1,0 +1,46 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# The tensors here are small, and some tests run two ranks: more threads than this only fight for the cores.
+export OMP_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+
+.PHONY: help install test lint format demo clean
+
+help:
+	@echo 'make test     the whole suite; PYTEST_ADDOPTS="-m not\ slow" leaves the long ones out'
+	@echo 'make lint     ruff and mypy --strict'
+	@echo 'make format   let ruff rewrite the files'
+	@echo 'make demo     a first training run: a table and a picture; options by ARGS="--steps 200"'
+	@echo 'make clean    remove the virtual environment and all caches'
+
+install: $(INSTALLED)
+
+# The pip that comes with an older python cannot read dependency groups, hence the first upgrade.
+# DS_BUILD_OPS=0: DeepSpeed compiles the operators it needs on first use, not all of them here.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --group dev --editable '.[all]' \
+		--constraint constraints.txt --build-constraint constraints.txt
+	touch $@
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict mechanic_plugins
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+demo: $(INSTALLED)
+	$(BIN)/python -m mechanic_plugins.demo $(ARGS)
+
+clean:
+	rm -rf $(VENV) dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
