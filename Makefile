@@ -21,6 +21,7 @@ install: $(INSTALLED)
 # The pip that comes with an older python cannot read dependency groups, hence the first upgrade.
 # DS_BUILD_OPS=0: DeepSpeed compiles the operators it needs on first use, not all of them here.
 $(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("the pinned versions need python 3.11 or later: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --group dev --editable '.[all]' \
