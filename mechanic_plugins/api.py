@@ -1,0 +1,133 @@
+"""The two functions a user needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, overload
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from mechanic_plugins import checkpoint
+from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.settings import Rule, Scope, Settings
+
+__all__ = ["Mechanized", "Options", "demechanize", "mechanize"]
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `mechanize`, for those who pass them on."""
+
+    betas: Sequence[float]
+    s_init: float | Literal["auto"]
+    s_decay: float
+    eps: float
+    rule: Rule
+    preset: Literal["paper"] | None
+    normalize_lr: bool
+    smoothing: float
+    scope: Scope
+    max_scale: float | None
+    group: dist.ProcessGroup | None
+    sync_replicas: bool
+
+
+@dataclass(frozen=True)
+class Mechanized:
+    """An optimizer class that will be mechanized when it is called: `mechanize(AdamW)(model.parameters())`."""
+
+    cls: type[Optimizer]
+    settings: Settings
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    sync_replicas: bool = False
+
+    def __call__(self, params: Any, **base_kwargs: Any) -> MechanicOptimizer:
+        base = self.cls(params, **base_kwargs)
+        return MechanicOptimizer(base, self.settings, group=self.group, sync_replicas=self.sync_replicas)
+
+
+@overload
+def mechanize(optimizer: Optimizer, **options: Unpack[Options]) -> MechanicOptimizer: ...
+@overload
+def mechanize(optimizer: type[Optimizer], **options: Unpack[Options]) -> Mechanized: ...
+def mechanize(
+    optimizer: Optimizer | type[Optimizer],
+    *,
+    betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999),
+    s_init: float | Literal["auto"] = "auto",
+    s_decay: float = 0.01,
+    eps: float = 1e-8,
+    rule: Rule = "paper",
+    preset: Literal["paper"] | None = None,
+    normalize_lr: bool = True,
+    smoothing: float = 0.0,
+    scope: Scope = "all",
+    max_scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    sync_replicas: bool = False,
+) -> MechanicOptimizer | Mechanized:
+    """Wraps an optimizer so that the scale of its learning rate is learned while it trains.
+
+        opt = mechanize(torch.optim.AdamW(model.parameters()))           # an instance
+        opt = mechanize(torch.optim.AdamW, s_decay=0.0)(model.parameters())  # a class
+
+    The base's lr, weight decay and schedule keep their meaning: the learning rate in force is `scale * lr`.
+
+    Args:
+        optimizer: Any torch optimizer, or its class.
+        betas: The memories of the tuners whose bets are added up.
+        s_init: The first scale. "auto" makes the first move a millionth of the weights.
+        s_decay: The paper's lambda, a pull on the scale towards small weights.
+        eps: Guards a division.
+        rule: Which published tuner: "paper", "experiments", "optax" or "theory".
+        preset: "paper" sets the paper's constants; what you pass beside it wins.
+        normalize_lr: Let the result not depend on the base's lr: the constants above are stated for an lr of 1.
+        smoothing: Play a log-average of the scale; 0 plays it as it is.
+        scope: "all" learns one scale, "group" one for each param group.
+        max_scale: Never play a scale above this.
+        group: The ranks that share the parameters, where that is not all ranks.
+        sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
+
+    Raises:
+        ValueError: A value is out of range, or the optimizer cannot be mechanized.
+        TypeError: Not an optimizer.
+    """
+    settings = Settings.from_preset(
+        preset,
+        betas=betas,
+        s_init=s_init,
+        s_decay=s_decay,
+        eps=eps,
+        rule=rule,
+        normalize_lr=normalize_lr,
+        smoothing=smoothing,
+        scope=scope,
+        max_scale=max_scale,
+    )
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        return Mechanized(optimizer, settings, group, sync_replicas)
+    return MechanicOptimizer(optimizer, settings, group=group, sync_replicas=sync_replicas)
+
+
+def demechanize(optimizer: MechanicOptimizer) -> Optimizer:
+    """The base optimizer, its lr multiplied by the learned scale, its moments kept.
+
+    A scheduler built before holds the old learning rates: build a new one on what this returns.
+
+    Raises:
+        RuntimeError: Nothing was learned yet.
+    """
+    scales = optimizer.scales.tolist()
+    if not all(scale > 0 for scale in scales):
+        raise RuntimeError(
+            f"the learned scales are {scales}: training with a learning rate of 0 would stand still. "
+            "Train a few steps before demechanize()."
+        )
+    for group, scale in zip(optimizer.param_groups, scales, strict=True):
+        for key in ("lr", "initial_lr"):
+            if group.get(key) is not None:
+                group[key] = group[key] * scale
+    checkpoint.strip(optimizer.param_groups, optimizer.state)
+    return optimizer.base

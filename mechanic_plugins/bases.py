@@ -1,0 +1,74 @@
+"""What Mechanic knows about the optimizers it wraps, found by testing each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["check_supported", "has_state_before_step", "is_linear_in_lr", "skips_on_found_inf"]
+
+_LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Muon")
+"""torch's optimizers whose update is lr times something that does not depend on lr. Not among them: Rprop (lr is its
+first step size), Adafactor (lr is capped by the step count) and ASGD (lr also sets its decay)."""
+
+_SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
+
+
+def is_linear_in_lr(base: Optimizer) -> bool:
+    """Whether the base may be stepped at lr / c and its update multiplied by c. Subclasses may do anything: exact."""
+    return _is_torchs(base, _LINEAR_IN_LR) or bool(getattr(type(base), "linear_in_lr", False))
+
+
+def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:
+    """Whether the base leaves weights and moments alone, on the device, when its `found_inf` is 1."""
+    if not _is_torchs(base, _SKIPS_ON_FOUND_INF) or not all(g.get("fused") for g in base.param_groups):
+        return False
+    if type(base) is torch.optim.SGD and any(g["momentum"] for g in base.param_groups):
+        # a skipped first step would leave SGD's momentum buffer allocated and never written
+        return all("momentum_buffer" in base.state.get(p, ()) for p in params if p.grad is not None)
+    return True
+
+
+def has_state_before_step(base: Optimizer) -> bool:
+    """Adagrad fills its state when it is built."""
+    return len(base.state) > 0
+
+
+def check_supported(base: Any) -> None:
+    """Refuses what cannot be scaled, before anything is wrapped."""
+    if not isinstance(base, Optimizer):
+        raise TypeError(
+            f"mechanize() takes a torch.optim.Optimizer or a subclass of it, got {type(base).__name__}. "
+            "Wrap the optimizer first and hand the result to the framework's own wrapper."
+        )
+    name = type(base).__name__
+    if name == "MechanicOptimizer":
+        raise ValueError("this optimizer is mechanized already: mechanize() it once.")
+    if isinstance(base, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS cannot be mechanized: its line search moves through points that Mechanic does not play. "
+            "Use torch.optim.Adam, or LBFGS alone."
+        )
+    if isinstance(base, torch.optim.SparseAdam):
+        raise ValueError(
+            "SparseAdam cannot be mechanized: Mechanic moves every weight in every step. "
+            "Use sparse=False in the embedding and torch.optim.Adam."
+        )
+    if name == "ZeroRedundancyOptimizer":
+        raise ValueError(
+            "ZeroRedundancyOptimizer cannot be mechanized: each rank steps other parameters and would learn a scale "
+            "of its own. Shard with fully_shard (FSDP2) instead."
+        )
+    if any(group.get("differentiable") for group in base.param_groups):
+        raise ValueError(
+            "differentiable=True cannot be mechanized: the scale is learned outside autograd. "
+            "Build the base with differentiable=False."
+        )
+
+
+def _is_torchs(base: Optimizer, names: tuple[str, ...]) -> bool:
+    return any(type(base) is getattr(torch.optim, name, None) for name in names)

@@ -1,0 +1,182 @@
+"""How Mechanic's state travels through checkpoints.
+
+The tuner goes as plain python numbers and lists of them in every param group, under keys that start with
+`mechanic_`: the one place that survives torch.save, torch.distributed.checkpoint (flattened or not) and FSDP1. Tensors
+of a parameter's own shape (`mechanic_delta`, and `mechanic_ref` for low-precision weights) go beside the base's
+moments, so that they are sharded and resharded like them. All of it loads with `torch.load(weights_only=True)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.kernels import delta_dtype, needs_reference
+from mechanic_plugins.settings import Settings
+from mechanic_plugins.tuner import TunerState, fresh
+
+__all__ = ["DELTA", "PREFIX", "REF", "Progress", "check", "merge", "read", "split", "strip", "tuner_keys", "write"]
+
+PREFIX = "mechanic_"
+DELTA = "mechanic_delta"
+REF = "mechanic_ref"
+
+StateDict = dict[str, Any]
+_VECTORS = ("s", "r", "m", "v")
+_THEORY_VECTORS = ("q", "w0")
+_SCALARS = ("s_init", "played", "h")
+
+
+@dataclass
+class Progress:
+    """The tuner's state and what goes with it. Counters are device tensors: a step that is skipped counts there."""
+
+    tuner: TunerState
+    steps: Tensor
+    skipped: Tensor
+    unit: float = 0.0
+    """The base learning rate that delta is measured in; 0 until a step with a learning rate above 0 was made."""
+    frozen: bool = False
+    seen: tuple[object, ...] = field(default=(), repr=False)
+    """The lists that `write` left in the groups: another one there means that somebody loaded state."""
+
+    @classmethod
+    def new(cls, settings: Settings, *, tuners: int, device: torch.device) -> Progress:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(fresh(settings, tuners=tuners, device=device), zero, zero.clone())
+
+    def row_of(self, group: dict[str, Any]) -> int | None:
+        """The group's place among those that the tuner was read from or written to."""
+        mine = group.get(PREFIX + "s")
+        return next((index for index, other in enumerate(self.seen) if other is mine), None)
+
+
+def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settings) -> None:
+    """Puts the tuner into every param group. Waits for the device once."""
+    names = _names(settings)
+    parts = [getattr(progress.tuner, name) for name in names]
+    counters = torch.stack([progress.steps, progress.skipped]).expand(parts[0].shape[0], 2)
+    rows = torch.cat([*parts, counters], dim=1).tolist()
+    for index, group in enumerate(groups):
+        numbers = iter(rows[index if len(rows) > 1 else 0])
+        for name, part in zip(names, parts, strict=True):
+            values = [next(numbers) for _ in range(part.shape[1])]
+            group[PREFIX + name] = values if name not in _SCALARS else values[0]
+        group[PREFIX + "steps"], group[PREFIX + "skipped"] = int(next(numbers)), int(next(numbers))
+        group[PREFIX + "unit"], group[PREFIX + "frozen"] = progress.unit, progress.frozen
+    progress.seen = tuple(group[PREFIX + "s"] for group in groups)
+
+
+def read(groups: Sequence[dict[str, Any]], settings: Settings, *, tuners: int, device: torch.device) -> Progress:
+    """The tuner that the param groups hold; groups without any start afresh."""
+    progress = Progress.new(settings, tuners=tuners, device=device)
+    if PREFIX + "s" not in groups[0]:
+        return progress
+    rows = groups[:tuners]
+    values = {}
+    for name in _names(settings):
+        default = getattr(progress.tuner, name).tolist()
+        loaded = [g.get(PREFIX + name, default[i]) for i, g in enumerate(rows)]
+        values[name] = torch.tensor(loaded, dtype=torch.float64, device=device).reshape(tuners, -1)
+    progress.tuner = progress.tuner._replace(**values)
+    progress.steps = progress.steps + groups[0][PREFIX + "steps"]
+    progress.skipped = progress.skipped + groups[0][PREFIX + "skipped"]
+    progress.unit = float(groups[0][PREFIX + "unit"])
+    progress.frozen = bool(groups[0][PREFIX + "frozen"])
+    progress.seen = tuple(group.get(PREFIX + "s") for group in groups)
+    return progress
+
+
+def tuner_keys(settings: Settings) -> tuple[str, ...]:
+    """The keys of what one tuner knows; the others (steps, unit, ...) belong to the optimizer as a whole."""
+    return tuple(PREFIX + name for name in _names(settings))
+
+
+def _names(settings: Settings) -> tuple[str, ...]:
+    return _VECTORS + (_THEORY_VECTORS if settings.rule == "theory" else ()) + _SCALARS
+
+
+def strip(groups: Sequence[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> None:
+    """Takes everything of Mechanic's out again."""
+    for entries in (*groups, *state.values()):
+        for key in [k for k in entries if str(k).startswith(PREFIX)]:
+            del entries[key]
+
+
+def split(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Tensor]]]:
+    """A copy for the base's own load, and our tensors by parameter id.
+
+    torch casts every floating tensor it loads to the parameter's dtype, which would round a float32 delta of bf16
+    weights. The inner dicts are somebody's live state: they are copied, never changed.
+    """
+    plain, ours = {}, {}
+    for key, entries in state_dict["state"].items():
+        if not isinstance(entries, dict):
+            plain[key] = entries
+            continue
+        ours[key] = {k: v for k, v in entries.items() if str(k).startswith(PREFIX)}
+        if rest := {k: v for k, v in entries.items() if not str(k).startswith(PREFIX)}:
+            plain[key] = rest
+    return {**state_dict, "state": plain}, ours
+
+
+def merge(params: Mapping[Any, Any], ours: Mapping[Any, dict[str, Tensor]], state: dict[Any, dict[str, Any]]) -> None:
+    """Puts our tensors (by parameter id) beside the base's, on the parameter's device, in a dtype that keeps them."""
+    for key, entries in ours.items():
+        p = params.get(key)
+        if p is None:
+            continue
+        kept = {DELTA: delta_dtype(p.dtype), **({REF: p.dtype} if needs_reference(p.dtype) else {})}
+        for name in entries.keys() & kept.keys():
+            value = entries[name].detach().clone().to(device=p.device, dtype=kept[name])
+            state.setdefault(p, {})[name] = value
+
+
+def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
+    """Refuses, before anything is changed, what this optimizer cannot continue from."""
+    saved = state_dict["param_groups"]
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+        return  # the base's own load refuses it, before it changes anything
+    if not any(PREFIX + "s" in g for g in saved):
+        return
+    _check_vectors(saved, settings)
+    ids = [i for g in saved for i in g["params"]]
+    params = dict(zip(ids, (p for g in groups for p in g["params"]), strict=True))
+    entries = {i: e for i, e in state_dict["state"].items() if isinstance(e, dict) and i in params}
+    for i, entry in entries.items():
+        if DELTA in entry and entry[DELTA].shape != params[i].shape:
+            raise ValueError(
+                f"the checkpoint's {DELTA} has shape {tuple(entry[DELTA].shape)} where the parameter has "
+                f"{tuple(params[i].shape)}: it was saved from another model, or with the parameters in another order."
+            )
+    if saved[0][PREFIX + "steps"] and entries and not any(DELTA in e for e in entries.values()):
+        raise ValueError(
+            f"the checkpoint has Mechanic's tuner but no {DELTA}: without the sum of the base's updates the learned "
+            f"scale has no meaning. Remove the keys that start with {PREFIX!r} from its param groups to start afresh."
+        )
+
+
+def _check_vectors(saved: Sequence[dict[str, Any]], settings: Settings) -> None:
+    n = len(settings.betas)
+    for group in saved:
+        if PREFIX + "s" not in group:
+            raise ValueError("only some of the checkpoint's param groups hold Mechanic's tuner: it is damaged.")
+        if len(group[PREFIX + "s"]) != n:
+            raise ValueError(
+                f"the checkpoint was made with {len(group[PREFIX + 's'])} betas, this optimizer has {n}: "
+                "pass the same betas to mechanize()."
+            )
+        if settings.rule == "theory" and PREFIX + "q" not in group:
+            raise ValueError(
+                "the checkpoint was made with another rule than 'theory' and lacks its sums: "
+                "pass the same rule to mechanize()."
+            )
+    if settings.scope == "all" and any(g[PREFIX + "s"] != saved[0][PREFIX + "s"] for g in saved):
+        raise ValueError(
+            "the checkpoint was made with scope='group' (its groups have different scales), this optimizer has "
+            "scope='all': pass scope='group' to mechanize()."
+        )

@@ -1,0 +1,122 @@
+"""What a user may set, checked once, before anything is touched.
+
+Every refusal names the value, the reason and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+__all__ = ["PRESETS", "Rule", "Scope", "Settings"]
+
+Rule = Literal["paper", "experiments", "optax", "theory"]
+Scope = Literal["all", "group"]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"rule": "paper", "s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, "smoothing": 0.0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The tuner's constants, stated for a base learning rate of 1 (see `normalize_lr`)."""
+
+    betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
+    s_init: float | Literal["auto"] = "auto"
+    s_decay: float = 0.01
+    eps: float = 1e-8
+    rule: Rule = "paper"
+    smoothing: float = 0.0
+    max_scale: float | None = None
+    scope: Scope = "all"
+    normalize_lr: bool = True
+
+    def __post_init__(self) -> None:
+        _check_betas(self.betas)
+        object.__setattr__(self, "betas", tuple(float(b) for b in self.betas))
+        _check_s_init(self.s_init)
+        _check_number("s_decay", self.s_decay, low=0.0, why="it is the weight of a norm penalty", out="0 turns it off")
+        _check_number("eps", self.eps, low=0.0, why="it guards a division by sqrt(v)", out="the paper's value is 1e-8")
+        _check_number(
+            "smoothing",
+            self.smoothing,
+            low=0.0,
+            high=1.0,
+            why="it is the weight of the past in a moving average",
+            out="0 turns it off, 0.97 averages over about 30 steps",
+        )
+        _check_choice("rule", self.rule, get_args(Rule))
+        _check_choice("scope", self.scope, get_args(Scope))
+        if self.rule in ("experiments", "optax") and self.eps == 0:
+            raise ValueError(
+                f"eps must be > 0 with rule={self.rule!r}, got {self.eps!r}: "
+                "that rule divides eps by eps in its first step. Use 1e-8, or rule='paper'."
+            )
+        if self.max_scale is not None and not (_is_number(self.max_scale) and 0 < self.max_scale < math.inf):
+            raise ValueError(
+                f"max_scale must be a finite number > 0, got {self.max_scale!r}: "
+                "the scale is capped there and would never leave zero. Leave it None for no cap."
+            )
+        if not isinstance(self.normalize_lr, bool):
+            raise ValueError(f"normalize_lr must be True or False, got {self.normalize_lr!r}.")
+
+    @classmethod
+    def from_preset(cls, preset: str | None, **values: Any) -> Settings:
+        """Settings from a preset's constants; values that differ from the defaults win over the preset's."""
+        if preset is None:
+            return cls(**values)
+        _check_choice("preset", preset, tuple(PRESETS))
+        defaults = {f.name: f.default for f in fields(cls)}
+        chosen = {k: v for k, v in values.items() if k not in PRESETS[preset] or v != defaults[k]}
+        return cls(**{**PRESETS[preset], **chosen})
+
+    def at_lr(self, lr: float) -> Settings:
+        """The same trajectory for a base whose updates are `lr` times as long."""
+        return replace(
+            self,
+            s_init=self.s_init if isinstance(self.s_init, str) else self.s_init / lr,
+            s_decay=self.s_decay * lr,
+            eps=self.eps * lr,
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_number(name: str, value: object, *, low: float, high: float = math.inf, why: str, out: str) -> None:
+    if not _is_number(value) or not low <= value < high:  # type: ignore[operator]
+        upper = "" if high == math.inf else f" and < {high:g}"
+        raise ValueError(f"{name} must be a finite number >= {low:g}{upper}, got {value!r}: {why}; {out}.")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_betas(betas: Sequence[float]) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) == 0:
+        raise ValueError(
+            f"betas must be a non-empty tuple or list of numbers, got {betas!r}: each one is the memory of one tuner. "
+            "The paper's are (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)."
+        )
+    for beta in betas:
+        if not _is_number(beta) or not 0 < beta <= 1:
+            raise ValueError(
+                f"every beta must be a number in (0, 1], got {beta!r}: it is the share of the past that a tuner keeps; "
+                "1 keeps all of it."
+            )
+
+
+def _check_s_init(s_init: object) -> None:
+    if s_init == "auto":
+        return
+    if not _is_number(s_init) or not 0 < s_init < math.inf:  # type: ignore[operator]
+        raise ValueError(
+            f"s_init must be 'auto' or a finite number > 0, got {s_init!r}: the tuner multiplies its wealth by s_init "
+            "and would never leave zero. Use 'auto', or the paper's 1e-8."
+        )

@@ -1,0 +1,201 @@
+r"""The tuner: one number a step in, a learning-rate scale out.
+
+Mechanic (Cutkosky, Defazio, Mehta: "Mechanic: A Learning Rate Tuner", arXiv 2306.00144) plays
+x_t = x_ref + S_t * Delta_t, where Delta_t is the sum of the base optimizer's updates. Each step it sees
+
+    h = <Delta, g> + lambda * S * |g| * <Delta, x> / |x|
+
+and moves n coin bettors, one for each beta (Algorithm 1):
+
+    m = max(beta * m, |h|)                      the largest h seen, forgotten slowly
+    v = beta^2 * v + h^2                        the energy of h
+    r = max(0, beta * r - s * h)                the reward of what was bet
+    s = (s_init * m / n + r) / (sqrt(v) + eps)  the next bet; S = sum(s)
+
+The paper's letters live in this module only: elsewhere S is `scale`, Delta is `delta`, lambda is `s_decay`.
+
+Everything here is a pure function of tensors. Nothing waits for the device. Vectors are float64 of shape
+(tuners, n), one row for all parameters or one for each param group; scalars have shape (tuners, 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.settings import Settings
+
+__all__ = ["AUTO_FRACTION", "SUMS", "Sums", "TunerState", "advance", "fresh", "keep_where"]
+
+AUTO_FRACTION = 1e-6
+"""With `s_init="auto"` the first move is this fraction of the weights' norm (plus 1, for weights that start at 0)."""
+
+SUMS = ("dg", "gg", "xx", "dx", "dd")
+"""The five inner products a step needs, of delta (d), gradient (g) and weights (x), in this order."""
+
+
+class Sums(NamedTuple):
+    """The five global inner products, each of shape (tuners, 1)."""
+
+    dg: Tensor
+    gg: Tensor
+    xx: Tensor
+    dx: Tensor
+    dd: Tensor
+
+    @classmethod
+    def of(cls, table: Tensor) -> Sums:
+        """From a (tuners, 5) tensor."""
+        return cls(*(column.unsqueeze(-1) for column in table.unbind(-1)))
+
+
+class TunerState(NamedTuple):
+    """All that the tuner remembers.
+
+    `q` and `w0` serve `rule="theory"` alone and are zero elsewhere. `played` is the scale that made the current
+    weights, `h` what the last step saw.
+    """
+
+    s: Tensor
+    r: Tensor
+    m: Tensor
+    v: Tensor
+    q: Tensor
+    w0: Tensor
+    s_init: Tensor
+    played: Tensor
+    h: Tensor
+
+
+class _Bets(NamedTuple):
+    s: Tensor
+    r: Tensor
+    m: Tensor
+    v: Tensor
+    q: Tensor
+    w0: Tensor
+
+
+def fresh(settings: Settings, *, tuners: int, device: torch.device) -> TunerState:
+    """The state before the first step."""
+    n = len(settings.betas)
+    sizes = {name: 1 if name in ("s_init", "played", "h") else n for name in TunerState._fields}
+    zeros = {name: torch.zeros(tuners, k, dtype=torch.float64, device=device) for name, k in sizes.items()}
+    if settings.rule in ("experiments", "optax") and settings.s_init != "auto":
+        zeros["s"] += settings.s_init
+    return TunerState(**zeros)
+
+
+def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor) -> TunerState:
+    """One step of the tuner: what it will play next, given the sums at the weights it plays now.
+
+    Args:
+        state: The tuner before the step.
+        sums: The inner products over all parameters of all shards.
+        settings: The constants, in the units of delta.
+        betas: `settings.betas` as a tensor on the state's device, so that no step copies it there.
+    """
+    h = _hypergradient(state, sums, s_decay=settings.s_decay)
+    s_init = _initial_scale(state, sums, settings)
+    bets = _RULES[settings.rule](state._replace(s_init=s_init), h, _placed_bet(state, settings), betas, settings.eps)
+    s = _capped(bets.s, settings.max_scale)
+    played = _next_played(state, s, settings)
+    return TunerState(s, bets.r, bets.m, bets.v, bets.q, bets.w0, s_init=s_init, played=played, h=h)
+
+
+def keep_where(condition: Tensor, new: TunerState, old: TunerState) -> TunerState:
+    """`new` where the condition holds, else `old`: decided on the device."""
+    return TunerState(*(torch.where(condition, a, b) for a, b in zip(new, old, strict=True)))
+
+
+def _hypergradient(state: TunerState, sums: Sums, *, s_decay: float) -> Tensor:
+    direction = torch.where(sums.xx > 0, sums.dx / sums.xx.sqrt(), 0.0)
+    return sums.dg + s_decay * state.played * sums.gg.sqrt() * direction
+
+
+def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
+    """A number is what the settings say; "auto" is measured at the first step with delta != 0, and kept."""
+    if settings.s_init != "auto":
+        return torch.full_like(state.s_init, settings.s_init)
+    measured = AUTO_FRACTION * (1 + sums.xx.sqrt()) / sums.dd.sqrt()
+    unknown_yet = torch.where(sums.dd > 0, measured, 0.0)
+    return torch.where(state.s_init > 0, state.s_init, unknown_yet)
+
+
+def _placed_bet(state: TunerState, settings: Settings) -> Tensor:
+    """The bets as they were played: with smoothing, each one shares the smoothed scale's fate."""
+    if settings.smoothing == 0:
+        return state.s
+    total = state.s.sum(-1, keepdim=True)
+    return state.s * torch.where(total > 0, state.played / total, 1.0)
+
+
+def _next_played(state: TunerState, s: Tensor, settings: Settings) -> Tensor:
+    total = s.sum(-1, keepdim=True)
+    if settings.smoothing == 0:
+        return total
+    c = settings.smoothing
+    averaged = torch.exp(c * state.played.log() + (1 - c) * total.log())
+    return torch.where(state.played > 0, averaged, total)
+
+
+def _capped(s: Tensor, max_scale: float | None) -> Tensor:
+    if max_scale is None:
+        return s
+    return s * (max_scale / s.sum(-1, keepdim=True)).clamp(max=1.0)
+
+
+_Rule = Callable[[TunerState, Tensor, Tensor, Tensor, float], _Bets]
+
+
+def _paper(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> _Bets:
+    """Algorithm 1. |h| in m is what the paper means: with the sign as printed, a first h < 0 leaves s at 0 for ever."""
+    n = beta.numel()
+    m = torch.maximum(beta * state.m, h.abs())
+    v = beta**2 * state.v + h**2
+    r = (beta * state.r - bet * h).clamp(min=0)
+    s = torch.where(v > 0, (state.s_init * m / n + r) / (v.sqrt() + eps), 0.0)
+    return _Bets(s, r, m, v, state.q, state.w0)
+
+
+def _unclamped(state: TunerState, h: Tensor, h_of_r: Tensor, bet: Tensor, beta: Tensor, eps: float) -> _Bets:
+    n = beta.numel()
+    m = torch.maximum(beta * state.m, h.abs() + eps)
+    v = beta**2 * state.v + h**2
+    r = beta * state.r - bet * h_of_r
+    s = (state.s_init * m / n + r.clamp(min=0)) / (v.sqrt() + eps)
+    return _Bets(s, r, m, v, state.q, state.w0)
+
+
+def _experiments(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> _Bets:
+    """The code of the paper's experiments: s starts at s_init, r may fall below 0 and is clamped in the wealth."""
+    return _unclamped(state, h, h, bet, beta, eps)
+
+
+def _optax(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> _Bets:
+    """optax.contrib: as `experiments`, and the h that is rewarded is clipped to the largest one seen before."""
+    return _unclamped(state, h, torch.clamp(h, -state.m, state.m), bet, beta, eps)
+
+
+def _theory(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> _Bets:
+    """Algorithm 2, for the regret bound.
+
+    q has the sign that the proof uses (as printed, s would be positive only where it loses). The initial wealth is
+    s_init times the first |h| that is not 0: no bet stands before it, so it is a constant of the game.
+    """
+    n = beta.numel()
+    clipped = torch.clamp(h, -state.m, state.m)
+    m = torch.maximum(beta * state.m, h.abs())
+    v = beta**2 * state.v + clipped**2
+    r = beta * state.r - bet * clipped
+    q = beta * state.q - clipped
+    w0 = torch.where(state.w0 > 0, state.w0, state.s_init * m / n)
+    root = (4 * m**2 + v).sqrt()
+    s = torch.where(m > 0, (w0 + r) / (root + eps) * (q / root).clamp(0, 1), 0.0)
+    return _Bets(s, r, m, v, q, w0)
+
+
+_RULES: dict[str, _Rule] = {"paper": _paper, "experiments": _experiments, "optax": _optax, "theory": _theory}
