@@ -1,0 +1,93 @@
+"""Processes that stay alive for the whole test run: starting a pair for every test costs seconds, asking one does not.
+
+A test hands a top-level function to `Ranks.__call__`; every rank runs it with its rank first, and the parent gets the
+ranks' plain return values to assert on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PATIENCE = datetime.timedelta(seconds=120)
+"""Beyond what a loaded machine needs; a rank that fails is noticed at once, by its closed pipe."""
+
+
+def serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    """A rank's life: run what comes through the pipe, send back what it returned or how it failed."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=_PATIENCE
+    )
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((function(rank, *args, **kwargs), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+            return
+
+
+class Ranks:
+    """`world_size` processes in one gloo group, started when first needed and again after a failure."""
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        self.folder = folder
+        self.world_size = world_size
+        self._starts = 0
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What the function returned, by rank. The first failure of any rank fails the caller, and ends them all."""
+        self._start()
+        for _, pipe in self._ranks:
+            pipe.send((function, args, kwargs))
+        results: list[Any] = [None] * self.world_size
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while waiting:
+            for pipe in multiprocessing.connection.wait(list(waiting)):
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                results[rank] = self._received(rank, pipe)  # type: ignore[arg-type]
+        return results
+
+    def _received(self, rank: int, pipe: Connection) -> Any:
+        try:
+            value, failure = pipe.recv()
+        except EOFError:
+            value, failure = None, "the process died"
+        if failure is not None:
+            self.stop()
+            raise AssertionError(f"on rank {rank}:\n{failure}")
+        return value
+
+    def _start(self) -> None:
+        if self._ranks:
+            return
+        context = multiprocessing.get_context("spawn")
+        store = str(self.folder / f"store{self._starts}")
+        self._starts += 1
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, self.world_size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def stop(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._ranks = []
