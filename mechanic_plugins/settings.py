@@ -107,8 +107,8 @@ def _check_betas(betas: Sequence[float]) -> None:
     for beta in betas:
         if not _is_number(beta) or not 0 < beta <= 1:
             raise ValueError(
-                f"every beta must be a number in (0, 1], got {beta!r}: it is the share of the past that a tuner keeps; "
-                "1 keeps all of it."
+                f"betas must be numbers in (0, 1], got {beta!r} among them: it is the share of the past that a tuner "
+                "keeps; 1 keeps all of it."
             )
 
 

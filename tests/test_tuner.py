@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from mechanic_plugins import tuner
+from mechanic_plugins.settings import Rule, Settings
+from mechanic_plugins.tuner import AUTO_FRACTION, SUMS, Sums, TunerState, advance, fresh, keep_where
+
+RULES = get_args(Rule)
+CPU = torch.device("cpu")
+
+
+def sums(*rows: tuple[float, float, float, float, float]) -> Sums:
+    return Sums.of(torch.tensor(rows, dtype=torch.float64))
+
+
+def play(settings: Settings, seen: list[Sums]) -> list[TunerState]:
+    """The states after each step."""
+    betas = torch.tensor(settings.betas, dtype=torch.float64)
+    state = fresh(settings, tuners=len(seen[0].dg), device=CPU)
+    states = []
+    for each in seen:
+        state = advance(state, each, settings=settings, betas=betas)
+        states.append(state)
+    return states
+
+
+# dg falls and rises in sign, as on a real problem; the first step has delta = 0.
+STEPS: list[tuple[float, float, float, float, float]] = [
+    (0.0, 4.0, 9.0, 0.0, 0.0),
+    (-2.0, 4.0, 9.0, 0.5, 1.0),
+    (-3.0, 4.0, 9.0, 1.0, 4.0),
+    (1.0, 2.0, 9.0, 1.5, 6.0),
+    (-0.5, 1.0, 8.0, -1.5, 6.0),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tuners", [1, 3])
+def test_every_rule_keeps_shapes_dtype_and_device(rule: Rule, tuners: int) -> None:
+    settings = Settings(rule=rule)
+    before = fresh(settings, tuners=tuners, device=CPU)
+    after = play(settings, [sums(*[row] * tuners) for row in STEPS])[-1]
+    for name, a, b in zip(TunerState._fields, before, after, strict=True):
+        columns = 1 if name in ("s_init", "played", "h") else 6
+        assert a.shape == b.shape == (tuners, columns), name
+        assert a.dtype == b.dtype == torch.float64, name
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tuners_do_not_know_of_each_other(rule: Rule) -> None:
+    """One row for each param group: a sum over the wrong dimension would mix them."""
+    settings = Settings(rule=rule)
+    other = [(-10 * dg, gg, 2 * xx, dx, dd) for dg, gg, xx, dx, dd in STEPS]
+    together = play(settings, [sums(a, b) for a, b in zip(STEPS, other, strict=True)])[-1]
+    alone = [play(settings, [sums(row) for row in rows])[-1] for rows in (STEPS, other)]
+    for name in TunerState._fields:
+        assert torch.equal(getattr(together, name), torch.cat([getattr(a, name) for a in alone])), name
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.9])
+def test_the_arguments_are_left_as_they_were(rule: Rule, smoothing: float) -> None:
+    """Pure: an engine may ask twice, and a skipped step goes back to the state it had."""
+    settings = Settings(rule=rule, smoothing=smoothing, max_scale=1e-3)
+    betas = torch.tensor(settings.betas, dtype=torch.float64)
+    state = play(settings, [sums(row) for row in STEPS[:3]])[-1]
+    copy = TunerState(*(t.clone() for t in state))
+    once = advance(state, sums(STEPS[3]), settings=settings, betas=betas)
+    again = advance(state, sums(STEPS[3]), settings=settings, betas=betas)
+    assert all(map(torch.equal, state, copy))
+    assert all(map(torch.equal, once, again))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.9])
+def test_nothing_happens_while_delta_is_zero(rule: Rule, smoothing: float) -> None:
+    """A warm-up that starts at lr 0 has many such steps: no 0 / 0, and no count that starts too early."""
+    settings = Settings(rule=rule, smoothing=smoothing)
+    states = play(settings, [sums((0.0, 4.0, 9.0, 0.0, 0.0))] * 5)
+    assert all(t.isfinite().all() for state in states for t in state)
+    assert states[-1].played.item() == 0
+    assert states[-1].s_init.item() == 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_at_zero_and_gradients_at_zero_divide_nothing_by_zero(rule: Rule) -> None:
+    for row in ((-1.0, 1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 1.0, 1.0, 1.0)):
+        states = play(Settings(rule=rule), [sums(row)] * 3)
+        assert all(t.isfinite().all() for state in states for t in state), row
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_meta_device_can_play(rule: Rule) -> None:
+    """No rule looks at a value: a tensor without any would raise, as a CUDA graph's capture does."""
+    meta = torch.device("meta")
+    settings = Settings(rule=rule, smoothing=0.5, max_scale=1.0)
+    state = fresh(settings, tuners=2, device=meta)
+    betas = torch.empty(6, dtype=torch.float64, device=meta)
+    seen = Sums.of(torch.empty(2, len(SUMS), dtype=torch.float64, device=meta))
+    after = advance(state, seen, settings=settings, betas=betas)
+    kept = keep_where(torch.empty((), dtype=torch.bool, device=meta), after, state)
+    assert [t.shape for t in kept] == [t.shape for t in state]
+
+
+def test_the_module_knows_no_optimizer_and_no_distribution() -> None:
+    tree = ast.parse(inspect.getsource(tuner))
+    names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    assert not names & {"item", "tolist", "cpu", "numpy", "distributed", "optim"}
+
+
+def test_a_masked_step_keeps_every_entry() -> None:
+    states = play(Settings(rule="theory", smoothing=0.5), [sums(row) for row in STEPS])
+    old, new = states[-2:]
+    assert all(map(torch.equal, keep_where(torch.tensor(True), new, old), new))
+    assert all(map(torch.equal, keep_where(torch.tensor(False), new, old), old))
+
+
+def test_a_masked_step_with_nan_keeps_every_entry_too() -> None:
+    """The step that is masked away is the one whose sums are not finite: NaN * 0 would leak, a choice does not."""
+    settings = Settings()
+    old = play(settings, [sums(row) for row in STEPS])[-1]
+    betas = torch.tensor(settings.betas, dtype=torch.float64)
+    poisoned = advance(old, sums((float("nan"),) * 5), settings=settings, betas=betas)
+    assert poisoned.r.isnan().all()
+    assert all(map(torch.equal, keep_where(torch.tensor(False), poisoned, old), old))
+
+
+def test_auto_moves_a_millionth_of_the_weights_first_and_remembers_it() -> None:
+    states = play(Settings(betas=(1.0,), eps=0.0), [sums(row) for row in STEPS])
+    assert states[1].s_init.item() == AUTO_FRACTION * (1 + 3.0) / 1.0
+    assert states[1].played.item() == states[1].s_init.item()
+    assert states[-1].s_init.item() == states[1].s_init.item()
+
+
+def test_a_number_for_s_init_is_taken_as_it_is() -> None:
+    states = play(Settings(s_init=0.25), [sums(row) for row in STEPS])
+    assert {state.s_init.item() for state in states} == {0.25}
+
+
+def test_s_decay_pulls_by_the_scale_that_was_played() -> None:
+    def h(s_decay: float) -> Tensor:
+        states = play(Settings(s_init=0.1, s_decay=s_decay), [sums(row) for row in STEPS[:3]])
+        return torch.stack([states[2].h.squeeze(), states[1].played.squeeze()])
+
+    without, _ = h(0.0)
+    with_decay, played = h(0.5)
+    assert with_decay - without == pytest.approx(0.5 * played.item() * 2.0 * 1.0 / 3.0, rel=1e-12)
+
+
+def test_the_cap_holds_in_sum_and_keeps_the_shares() -> None:
+    free = play(Settings(s_init=1.0), [sums(row) for row in STEPS])
+    for cap in (1e-3, 0.05):
+        capped = play(Settings(s_init=1.0, max_scale=cap), [sums(row) for row in STEPS])
+        assert free[1].played.item() > cap
+        assert all(state.played.item() <= cap * (1 + 1e-15) for state in capped)
+        torch.testing.assert_close(capped[1].s / capped[1].s.sum(), free[1].s / free[1].s.sum(), rtol=1e-12, atol=0)
+
+
+def test_a_cap_before_anything_was_bet_does_not_make_nan() -> None:
+    state = play(Settings(max_scale=1.0), [sums(STEPS[0])])[-1]
+    assert torch.equal(state.s, torch.zeros(1, 6, dtype=torch.float64))
+
+
+def test_smoothing_plays_a_log_average_that_starts_at_the_first_scale() -> None:
+    c = 0.75
+    states = play(Settings(s_init=1e-3, smoothing=c), [sums(row) for row in STEPS])
+    assert states[1].played.item() == states[1].s.sum().item()
+    for before, after in itertools.pairwise(states[1:]):
+        expected = before.played.item() ** c * after.s.sum().item() ** (1 - c)
+        assert after.played.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_smoothing_does_not_reward_what_was_not_played() -> None:
+    """r grows by the played scale times -h, shared among the bettors as they bet."""
+    states = play(Settings(betas=(1.0,), s_init=1e-3, s_decay=0.0, smoothing=0.5), [sums(row) for row in STEPS[:3]])
+    grown = states[2].r - states[1].r
+    assert grown.item() == pytest.approx(3.0 * states[1].played.item(), rel=1e-12)
