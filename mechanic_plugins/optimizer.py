@@ -23,7 +23,7 @@ from mechanic_plugins import bases, checkpoint, kernels
 from mechanic_plugins.checkpoint import DELTA, PREFIX, REF, Progress
 from mechanic_plugins.kernels import Slot
 from mechanic_plugins.settings import Settings
-from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for
+from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for, refuse_unattached
 from mechanic_plugins.tuner import SUMS, Sums, advance, keep_where
 
 __all__ = ["MechanicOptimizer", "Tuner"]
@@ -98,13 +98,14 @@ class MechanicOptimizer(Optimizer):
 
     def _start(self) -> None:
         """Everything that is not state: rebuilt after unpickling."""
-        self._live: Progress | None = None
+        self._held: dict[str, Progress | None] = {}
         self._counted: tuple[tuple[int, ...], Counting] | None = None
         self._betas: Tensor | None = None
         self._dry_state: object = None
         self._decision: Decision | None = None
         self._last_lrs: list[Any] | None = None
         self._warned_of_skips = False
+        self.count: Callable[[Sequence[Tensor]], Counting] | None = None
         for name in _HOOKS:
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
         self._patch_step_function()
@@ -207,9 +208,8 @@ class MechanicOptimizer(Optimizer):
     def _entries(self) -> list[Entry]:
         """The parameters with a gradient, and those that had one before: their weights still follow the scale."""
         entries = []
-        progress = self._progress
         for group in self.param_groups:
-            row = (progress.row_of(group) or 0) if self.settings.scope == "group" else 0
+            row = self._row(group)
             for p in group["params"]:
                 known = self.state.get(p, {})
                 if p.grad is None and DELTA not in known:
@@ -219,25 +219,44 @@ class MechanicOptimizer(Optimizer):
                 entries.append(Entry(p, Slot(*tensors), row, bool(group.get("maximize"))))
         return entries
 
+    def _row(self, group: Group) -> int:
+        """Which tuner the group belongs to. An engine may have left only some of the groups here."""
+        return (self._progress.row_of(group) or 0) if self.settings.scope == "group" else 0
+
     def _counting(self) -> Counting:
         params = self._params()
         key = tuple(map(id, params))
         if self._counted is None or self._counted[0] != key:
             _refuse_mixed_groups(self.param_groups)
-            self._counted = key, reduction_for(params, group=self.group, sync_replicas=self.sync_replicas)
+            self._counted = key, self._count(params)
         return self._counted[1]
+
+    def _count(self, params: Sequence[Tensor]) -> Counting:
+        if self.count is not None:  # an engine that has cut the parameters up knows how its pieces add up
+            return self.count(params)
+        refuse_unattached(self)
+        return reduction_for(params, group=self.group, sync_replicas=self.sync_replicas)
 
     def _local_sums(self, entries: Sequence[Entry]) -> Tensor:
         """Five sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up."""
         weights = self._counting().weights
+        return self._summed([(weights[id(entry.param)], entry) for entry in entries])
+
+    def local_sums(self, parts: Sequence[tuple[Group, Slot]]) -> Tensor:
+        """What `decide` wants, of slots that an engine put together, each with its param group and counted once."""
+        return self._summed(
+            [(1.0, Entry(slot.x, slot, self._row(group), bool(group.get("maximize")))) for group, slot in parts]
+        )
+
+    def _summed(self, entries: Sequence[tuple[float, Entry]]) -> Tensor:
         buckets = defaultdict(list)
-        for entry in entries:
-            buckets[entry.row, entry.maximize, weights[id(entry.param)]].append(entry.slot)
+        for weight, entry in entries:
+            buckets[entry.row, entry.maximize, weight].append(entry.slot)
         tuner = self._progress.tuner
         table = torch.zeros(len(tuner.s), len(SUMS), dtype=tuner.s.dtype, device=tuner.s.device)
         for (row, maximize, weight), slots in buckets.items():
             table[row] += weight * kernels.local_sums(slots, maximize=maximize, device=table.device)
-        gradients = sum(entry.slot.grad is not None for entry in entries)
+        gradients = sum(entry.slot.grad is not None for _, entry in entries)
         return torch.cat([table.flatten(), table.new_full((1,), gradients)])
 
     def _is_made(self, vector: Tensor) -> bool | Tensor:
@@ -367,6 +386,15 @@ class MechanicOptimizer(Optimizer):
     # ---------------------------------------------------------------- the tuner and the checkpoint
 
     @property
+    def _live(self) -> Progress | None:
+        """In a dict, not on the instance: Lightning's and Fabric's proxies run these methods with another `self`."""
+        return self._held.get("progress")
+
+    @_live.setter
+    def _live(self, progress: Progress | None) -> None:
+        self._held["progress"] = progress
+
+    @property
     def _progress(self) -> Progress:
         """The live tuner, on the parameters' device; read anew where somebody has loaded state or moved the model."""
         live, device = self._live, self._device()
@@ -468,9 +496,14 @@ class MechanicOptimizer(Optimizer):
     @property
     def effective_lrs(self) -> list[float]:
         """For each group, scale times the lr of the last step: what a plain optimizer's lr would be. Waits."""
-        lrs = self._last_lrs or [group.get("lr") for group in self.param_groups]
-        lrs += [group.get("lr") for group in self.param_groups[len(lrs) :]]
-        return [s * (1.0 if lr is None else float(lr)) for s, lr in zip(self.scales.tolist(), lrs, strict=True)]
+        return [s * float(lr) for s, lr in zip(self.scales.tolist(), self.lrs, strict=True)]
+
+    @property
+    def lrs(self) -> list[float | Tensor]:
+        """For each group the lr of the last step, which a scheduler may have changed since; 1 for a base without."""
+        noted = self._last_lrs or []
+        lrs = noted + [group.get("lr") for group in self.param_groups[len(noted) :]]
+        return [1.0 if lr is None else lr for lr in lrs]
 
     @property
     def tuner(self) -> Tuner:
