@@ -15,12 +15,20 @@ _LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta",
 """torch's optimizers whose update is lr times something that does not depend on lr. Not among them: Rprop (lr is its
 first step size), Adafactor (lr is capped by the step count) and ASGD (lr also sets its decay)."""
 
+_OTHERS_LINEAR_IN_LR = (
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.fused_adam.FusedAdam",
+)
+"""By name: nobody who does not use them has to import them."""
+
 _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 def is_linear_in_lr(base: Optimizer) -> bool:
     """Whether the base may be stepped at lr / c and its update multiplied by c. Subclasses may do anything: exact."""
-    return _is_torchs(base, _LINEAR_IN_LR) or bool(getattr(type(base), "linear_in_lr", False))
+    name = f"{type(base).__module__}.{type(base).__qualname__}"
+    declared = bool(getattr(type(base), "linear_in_lr", False))
+    return declared or _is_torchs(base, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR
 
 
 def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:

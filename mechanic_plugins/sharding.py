@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mechanic_plugins.reduction import AllReduce, Identity, Reduction
 
-__all__ = ["Counting", "align_gradients", "is_dtensor", "local", "reduction_for"]
+__all__ = ["Counting", "align_gradients", "is_dtensor", "local", "reduction_for", "refuse_unattached"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,21 @@ def reduction_for(
                 "pass mechanize(..., group=...) with the group of ranks that share the parameters."
             )
     return Counting(AllReduce(group), {id(p): k / size for p, k in zip(params, shards, strict=True)})
+
+
+def refuse_unattached(optimizer: object) -> None:
+    """DeepSpeed hands each rank other pieces of the weights, and nothing on them says so: each rank would tune alone.
+
+    It is found by looking for one of DeepSpeed's objects that holds this optimizer as its own: a scan, made once.
+    """
+    if "deepspeed" not in sys.modules:
+        return
+    for o in (o for o in gc.get_objects() if str(type(o).__module__).startswith("deepspeed.")):
+        if getattr(o, "__dict__", {}).get("optimizer") is optimizer:
+            raise RuntimeError(
+                f"DeepSpeed's {type(o).__name__} steps this optimizer, and Mechanic is not attached to it: every rank "
+                "would learn a scale of its own. import mechanic_plugins.deepspeed before deepspeed.initialize()."
+            )
 
 
 def is_dtensor(t: object) -> bool:
