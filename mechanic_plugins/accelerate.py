@@ -1,0 +1,90 @@
+"""Accelerate: mechanize the optimizer, then prepare it.
+
+    from mechanic_plugins.accelerate import mechanize
+    model, optimizer = accelerator.prepare(model, mechanize(torch.optim.AdamW(model.parameters())))
+
+Plain, DDP and FSDP need no more than the optimizer. DeepSpeed does: its engine has to be told (mechanic_plugins.
+deepspeed), and accelerate replaces any optimizer by a plain DeepSpeedCPUAdam when the optimizer is offloaded.
+Importing this module sees to both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import accelerate.accelerator
+except ImportError as error:
+    raise ImportError(
+        f"mechanic_plugins.accelerate cannot import accelerate ({error}): pip install 'mechanic-plugins[accelerate]'"
+    ) from error
+import torch
+from torch.optim import Optimizer
+
+from mechanic_plugins.api import mechanize as mechanize
+from mechanic_plugins.lion import Lion
+from mechanic_plugins.optimizer import MechanicOptimizer
+
+__all__ = ["install", "mechanize"]
+
+Mapping = Callable[[Any], Any]
+
+
+def install() -> None:
+    """Lets accelerate's DeepSpeed path keep Mechanic. Twice is harmless."""
+    accelerator: Any = accelerate.accelerator
+    prepare = accelerator.Accelerator._prepare_deepspeed
+    if not hasattr(prepare, "_mechanic"):
+        accelerator.Accelerator._prepare_deepspeed = _attaching(prepare)
+    mapping = getattr(accelerator, "map_pytorch_optim_to_deepspeed", None)  # absent where DeepSpeed is
+    if mapping is not None and not hasattr(mapping, "_mechanic"):
+        accelerator.map_pytorch_optim_to_deepspeed = _keeping_mechanic(mapping)
+
+
+def _attaching(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed is slow to import and wanted only here."""
+
+    @functools.wraps(prepare)
+    def _prepare_deepspeed(self: Any, *args: Any) -> Any:
+        if any(isinstance(arg, MechanicOptimizer) for arg in args):
+            import mechanic_plugins.deepspeed  # noqa: F401  attaches itself to the engine
+        return prepare(self, *args)
+
+    _prepare_deepspeed._mechanic = True  # type: ignore[attr-defined]
+    return _prepare_deepspeed
+
+
+def _keeping_mechanic(mapping: Mapping) -> Mapping:
+    @functools.wraps(mapping)
+    def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
+        if not isinstance(optimizer, MechanicOptimizer):
+            return mapping(optimizer)
+        return MechanicOptimizer(
+            _offloaded(optimizer.base, mapping),
+            optimizer.settings,
+            group=optimizer.group,
+            sync_replicas=optimizer.sync_replicas,
+        )
+
+    map_pytorch_optim_to_deepspeed._mechanic = True  # type: ignore[attr-defined]
+    return map_pytorch_optim_to_deepspeed
+
+
+def _offloaded(base: Optimizer, mapping: Mapping) -> Any:
+    """The CPU optimizer of DeepSpeed that does what the base does: accelerate takes Adam for all it does not know."""
+    if isinstance(base, (torch.optim.Adam, torch.optim.AdamW)) or type(base).__module__.startswith("deepspeed."):
+        return mapping(base)
+    if isinstance(base, Lion):
+        from deepspeed.ops.lion import DeepSpeedCPULion
+
+        return DeepSpeedCPULion(base.param_groups)
+    raise ValueError(
+        f"offload_optimizer would replace {type(base).__name__} by DeepSpeedCPUAdam, which is another optimizer. Use "
+        "Adam, AdamW or Lion, or keep yours by "
+        '"zero_force_ds_cpu_optimizer": false and "zero_allow_untested_optimizer": true in the DeepSpeed config.'
+    )
+
+
+install()

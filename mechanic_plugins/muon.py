@@ -1,0 +1,122 @@
+"""Muon for a whole model: torch's Muon takes matrices only, AdamW takes the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.optimizer import ParamsT
+
+__all__ = ["MuonWithAdamW"]
+
+_USE_MUON = "use_muon"
+
+
+class MuonWithAdamW(Optimizer):
+    """One optimizer for all parameters: `torch.optim.Muon` for the matrices, `torch.optim.AdamW` for all others.
+
+        opt = MuonWithAdamW(model.parameters(), adamw_params=model.get_input_embeddings().parameters())
+
+    One lr serves both: Muon's steps are given the length of AdamW's (`adjust_lr_fn="match_rms_adamw"`). Each param
+    group is split in two; `group["use_muon"]` says which half it is.
+
+    Args:
+        params: Parameters or param groups.
+        adamw_params: Matrices that AdamW is to take as well: embeddings and the output layer.
+        lr: The learning rate of both.
+        weight_decay: Decoupled, for both.
+        momentum: Muon's.
+        nesterov: Muon's.
+        ns_steps: Muon's Newton-Schulz iterations.
+        betas: AdamW's.
+        eps: AdamW's.
+
+    Raises:
+        ImportError: torch is older than 2.9, which brought Muon.
+        ValueError: The parameters are FSDP1's slices, which are no matrices any more.
+    """
+
+    linear_in_lr = True
+    """Both are: Mechanic may step them at an lr of 1."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        adamw_params: Iterable[Tensor] = (),
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
+        halves = {True: {**_muon().defaults, **muon}, False: {**_adamw().defaults, "betas": betas, "eps": eps}}
+        for settings in halves.values():
+            settings.update(lr=lr, weight_decay=weight_decay)
+        others = {id(p) for p in adamw_params}
+        groups = [half for group in _as_groups(params) for half in _split(group, others, halves)]
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_flat_shards()
+        for use_muon, build in ((True, _muon), (False, _adamw)):
+            worker = self._worker(build)
+            worker.state = self.state
+            worker.param_groups = [group for group in self.param_groups if group[_USE_MUON] is use_muon]
+            worker.step()
+        return loss
+
+    def _worker(self, build: Callable[[], Any]) -> Any:
+        """Made when first needed: torch's pickles and copies of an optimizer keep its groups and state alone."""
+        workers = self.__dict__.setdefault("_workers", {})
+        if build not in workers:
+            workers[build] = build()
+        return workers[build]
+
+    def _refuse_flat_shards(self) -> None:
+        shapes = [tuple(p.shape) for group in self.param_groups if group[_USE_MUON] for p in group["params"]]
+        if flat := [shape for shape in shapes if len(shape) != 2]:
+            raise RuntimeError(
+                f"Muon orthogonalises whole matrices, and a parameter has shape {flat[0]}: ZeRO and FSDP1 cut them "
+                "into flat pieces. Use DDP or FSDP2 with it, or another optimizer."
+            )
+
+
+def _muon() -> Any:
+    """The Muon of torch with no parameters yet: it is lent ours in each step."""
+    if not hasattr(torch.optim, "Muon"):
+        raise ImportError(f"torch {torch.__version__} has no Muon: pip install 'torch>=2.9'")
+    return torch.optim.Muon([torch.zeros(1, 1)])
+
+
+def _adamw() -> Any:
+    return AdamW([torch.zeros(1)])
+
+
+def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
+    entries: list[Any] = list(params)
+    if entries and not isinstance(entries[0], dict):
+        entries = [{"params": [p[1] if isinstance(p, tuple) else p for p in entries]}]
+    return [{**entry, "params": list(entry["params"])} for entry in entries]
+
+
+def _split(group: dict[str, Any], others: set[int], settings: dict[bool, dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    halves: dict[bool, list[Tensor]] = {True: [], False: []}
+    for p in group.pop("params"):
+        if getattr(p, "_fsdp_flattened", False):
+            raise ValueError("Muon needs whole matrices, and FSDP1 cuts them into flat pieces: use FSDP2.")
+        halves[p.ndim == 2 and id(p) not in others].append(p)
+    for use_muon, params in halves.items():
+        if params:
+            yield {**settings[use_muon], **group, "params": params, _USE_MUON: use_muon}
