@@ -1,0 +1,102 @@
+"""Runs a script as it is, with Mechanic's names known to `--optim`.
+
+    python -m mechanic_plugins.run script.py --optim mechanic_adamw ...
+    torchrun ... -m mechanic_plugins.run script.py --optim mechanic_adamw ...
+    accelerate launch ... -m mechanic_plugins.run script.py --optim mechanic_adamw ...
+    deepspeed ... --module mechanic_plugins.run script.py --optim mechanic_adamw ...
+
+`-m package.module` in the script's place runs a module, as python does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from mechanic_plugins import hook
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Takes the target and its arguments from the command line."""
+    target, arguments = _split(sys.argv[1:])
+    if importlib.util.find_spec("transformers") is None:
+        _stop("there is no transformers to register with: pip install 'mechanic-plugins[transformers]'")
+    hook.install()
+    sys.excepthook = _without_our_frames
+    if target == "-m":
+        _run_module(arguments)
+    else:
+        _run_script(target, arguments)
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    """DeepSpeed's launcher puts its --local_rank before the script's name: behind it, the script sees it as usual."""
+    count = 0
+    while count < len(arguments) and arguments[count].startswith("--local_rank"):
+        count += 1
+    if count == len(arguments):
+        _stop("which script? Usage: python -m mechanic_plugins.run [script.py | -m module] [its arguments]")
+    if arguments[count] in ("-h", "--help"):
+        sys.stdout.write(f"{__doc__}\n")
+        sys.exit(0)
+    target, rest = arguments[count], arguments[count + 1 :]
+    if target == "-m":
+        if not rest:
+            _stop("which module? Usage: python -m mechanic_plugins.run -m module [its arguments]")
+        return target, [rest[0], *arguments[:count], *rest[1:]]
+    if target.startswith("-"):
+        _stop(f"expected a script or -m before the script's own arguments, got {target}")
+    return target, [*arguments[:count], *rest]
+
+
+def _stop(message: str) -> NoReturn:
+    sys.stderr.write(f"mechanic_plugins.run: {message}\n")
+    sys.exit(2)
+
+
+def _run_module(arguments: list[str]) -> None:
+    sys.argv = arguments
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def _run_script(script: str, arguments: list[str]) -> None:
+    """What `python script.py` does. runpy.run_path would put our own `__main__` back before exit handlers ran."""
+    sys.argv = [script, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(script).resolve().parent)
+    if Path(script).is_dir() or script.endswith((".zip", ".pyz")):
+        runpy.run_path(script, run_name="__main__")
+        return
+    module: Any = ModuleType("__main__")
+    module.__file__, module.__builtins__ = script, __builtins__
+    module.__annotations__ = {}
+    sys.modules["__main__"] = module
+    exec(_compiled(script), module.__dict__)
+
+
+def _compiled(script: str) -> Any:
+    try:
+        with io.open_code(str(Path(script).absolute())) as file:
+            source = file.read()
+    except OSError as error:
+        _stop(f"can't open file {script!r}: [Errno {error.errno}] {error.strerror}")
+    return compile(source, script, "exec", dont_inherit=True)
+
+
+def _without_our_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A script's traceback begins in the script."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>", hook.__file__}
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+if __name__ == "__main__":
+    main()
