@@ -1,0 +1,302 @@
+"""Mechanic for Lightning: add one callback, change nothing else.
+
+    from mechanic_plugins.lightning import Mechanic
+    Trainer(callbacks=[Mechanic()]).fit(model)
+
+Whatever `configure_optimizers` returned is mechanized before the first step and before a checkpoint's optimizer state
+is loaded. The hooks only call the plain functions below. One class serves `lightning.pytorch` and `pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic_plugins.api import Options, mechanize
+from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.settings import Rule, Scope
+
+__all__ = ["Mechanic"]
+
+_OLDEST = (2, 5)
+
+
+def check_version(package: str, version: str) -> None:
+    """Refuses a Lightning that this plugin was never run with."""
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ImportError(
+            f"{package} {version} is too old: Mechanic's callback needs {'.'.join(map(str, _OLDEST))} or later. "
+            f"pip install --upgrade {package.partition('.')[0].replace('_', '-')}"
+        )
+
+
+def installed() -> list[ModuleType]:
+    """The Lightnings that are there, one or both."""
+    names = [name for name in ("lightning.pytorch", "pytorch_lightning") if find_spec(name.partition(".")[0])]
+    if not names:
+        raise ImportError(
+            "mechanic_plugins.lightning needs Lightning: pip install 'mechanic-plugins[lightning]', "
+            "or 'mechanic-plugins[pytorch-lightning]' for the older name."
+        )
+    modules = [import_module(name) for name in names]
+    for module in modules:
+        check_version(module.__name__, module.__version__)
+    return modules
+
+
+_LIGHTNINGS = installed()
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
+    from lightning_utilities.core.rank_zero import rank_zero_warn
+else:
+    from lightning_utilities.core.rank_zero import rank_zero_warn
+
+    # Trainers and command lines ask for instances of their own package's class.
+    Callback = type("Callback", tuple(module.Callback for module in _LIGHTNINGS), {})
+
+
+class Mechanic(Callback):
+    """Learns the scale of the learning rate of every optimizer that `configure_optimizers` returns.
+
+        Trainer(callbacks=[Mechanic()])
+        Trainer(callbacks=[Mechanic(s_decay=0.0, prog_bar=True)])
+
+    The lr, weight decay and schedule in `configure_optimizers` keep their meaning: the learning rate in force is
+    `scale * lr`, and any lr gives the same training. `mechanic/scale` and `mechanic/effective_lr` are logged. The state
+    is in the optimizer's, so `fit(ckpt_path=...)` continues exactly. Nothing has to be switched for validation.
+
+    Args:
+        betas: The memories of the tuners whose bets are added up.
+        s_init: The first scale. "auto" makes the first move a millionth of the weights.
+        s_decay: The paper's lambda, a pull on the scale towards small weights.
+        eps: Guards a division.
+        rule: Which published tuner: "paper", "experiments", "optax" or "theory".
+        preset: "paper" sets the paper's constants; what you pass beside it wins.
+        normalize_lr: Let the result not depend on the optimizer's lr: the constants above are stated for an lr of 1.
+        smoothing: Play a log-average of the scale; 0 plays it as it is.
+        scope: "all" learns one scale for each optimizer, "group" one for each param group.
+        max_scale: Never play a scale above this.
+        group: The ranks that share the parameters, where that is not all ranks.
+        sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
+        log: Log the scale and the effective lr in every step. Reading them does not wait for the device.
+        prog_bar: Show them in the progress bar too, which waits for the device whenever the bar is drawn.
+    """
+
+    def __init__(
+        self,
+        *,
+        betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999),
+        s_init: float | Literal["auto"] = "auto",
+        s_decay: float = 0.01,
+        eps: float = 1e-8,
+        rule: Rule = "paper",
+        preset: Literal["paper"] | None = None,
+        normalize_lr: bool = True,
+        smoothing: float = 0.0,
+        scope: Scope = "all",
+        max_scale: float | None = None,
+        group: dist.ProcessGroup | None = None,
+        sync_replicas: bool = False,
+        log: bool = True,
+        prog_bar: bool = False,
+    ) -> None:
+        super().__init__()
+        self.options = Options(
+            betas=betas,
+            s_init=s_init,
+            s_decay=s_decay,
+            eps=eps,
+            rule=rule,
+            preset=preset,
+            normalize_lr=normalize_lr,
+            smoothing=smoothing,
+            scope=scope,
+            max_scale=max_scale,
+            group=group,
+            sync_replicas=sync_replicas,
+        )
+        mechanize(torch.optim.SGD, **self.options)  # refuses bad values here, not at the first step
+        self.optimizers: list[MechanicOptimizer] = []
+        self._log = log
+        self._prog_bar = prog_bar
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            check_callbacks(trainer)
+            check_strategy(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Other callbacks may have put new optimizers there since."""
+        self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._log and not trainer.barebones:
+            pl_module.log_dict(metrics(self.optimizers), on_step=True, on_epoch=False, prog_bar=self._prog_bar)
+
+
+# -------------------------------------------------------------------- putting Mechanic in place
+
+
+def attach(strategy: Strategy, options: Options, *, known: Sequence[MechanicOptimizer]) -> list[MechanicOptimizer]:
+    """Mechanizes the strategy's optimizers where they are not yet, and returns them.
+
+    Args:
+        strategy: Holds the optimizers and the schedulers.
+        options: For `mechanize`.
+        known: What an earlier call returned: an optimizer that is met again keeps what it has learned.
+    """
+    wanted = [_mechanized(optimizer, options, known) for optimizer in strategy.optimizers]
+    if any(new is not old for new, old in zip(wanted, strategy.optimizers, strict=True)):
+        strategy.optimizers = wanted
+    ours = [optimizer for optimizer in wanted if isinstance(optimizer, MechanicOptimizer)]
+    for config in strategy.lr_scheduler_configs:
+        _lead_to_wrapper(config.scheduler, ours)
+    return ours
+
+
+def _mechanized(optimizer: Any, options: Options, known: Sequence[MechanicOptimizer]) -> Optimizer:
+    optimizer = _without_proxy(optimizer)
+    if isinstance(optimizer, MechanicOptimizer):
+        if not any(optimizer is mine for mine in known):
+            rank_zero_warn(
+                "configure_optimizers returned a mechanized optimizer: it is used as it is, and the settings of the "
+                "Mechanic callback do not reach it. Use one of the two, mechanize() or the callback."
+            )
+        return optimizer
+    if _is_no_optimizer(optimizer):
+        return optimizer  # type: ignore[no-any-return]
+    return next((mine for mine in known if mine.base is optimizer), None) or mechanize(optimizer, **options)
+
+
+def _without_proxy(optimizer: Any) -> Any:
+    """configure_optimizers may return one of Lightning's own proxies."""
+    proxies = tuple(module.core.optimizer.LightningOptimizer for module in _LIGHTNINGS)
+    return optimizer._optimizer if isinstance(optimizer, proxies) else optimizer
+
+
+def _is_no_optimizer(optimizer: object) -> bool:
+    """Lightning's stand-in where configure_optimizers returned None; it has said so."""
+    return type(optimizer).__name__ == "_MockOptimizer"
+
+
+def _lead_to_wrapper(scheduler: Any, optimizers: Iterable[MechanicOptimizer]) -> None:
+    """A scheduler was built on the base. LearningRateMonitor would list base and wrapper as two optimizers."""
+    for optimizer in optimizers:
+        if getattr(scheduler, "optimizer", None) is optimizer.base:
+            scheduler.optimizer = optimizer
+            optimizer.step = _tracked_step(optimizer)  # type: ignore[method-assign]
+
+
+def _tracked_step(optimizer: MechanicOptimizer) -> Any:
+    """What torch's schedulers do to their optimizer's step; they warn when they find one that is not so marked."""
+    step, reference = type(optimizer).step, weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        me: Any = reference()
+        me._opt_called = True
+        return step(me, *args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return tracked
+
+
+# -------------------------------------------------------------------- what is logged
+
+
+def metrics(optimizers: Sequence[MechanicOptimizer]) -> dict[str, Tensor]:
+    """Scale and effective lr as 0-dim tensors, without waiting for the device.
+
+    Named as LearningRateMonitor names: `-1`, `-2` for further optimizers, `/pg1` or the group's name for groups.
+    """
+    logged = {}
+    for index, optimizer in enumerate(optimizers):
+        suffix = f"-{index}" if index else ""
+        scales = optimizer.scales.detach().unbind()
+        lrs = [scale * lr for scale, lr in zip(scales, optimizer.lrs, strict=True)]
+        logged[f"mechanic/scale{suffix}"] = optimizer.scale.detach()
+        logged[f"mechanic/effective_lr{suffix}"] = lrs[0] if len(lrs) == 1 else torch.stack(lrs).max()
+        if len(lrs) > 1:
+            names = [group.get("name", f"pg{i}") for i, group in enumerate(optimizer.param_groups, start=1)]
+            logged |= {f"mechanic/effective_lr{suffix}/{name}": lr for name, lr in zip(names, lrs, strict=True)}
+            if optimizer.settings.scope == "group":
+                logged |= {f"mechanic/scale{suffix}/{name}": s for name, s in zip(names, scales, strict=True)}
+    return logged
+
+
+# -------------------------------------------------------------------- what is refused, before training starts
+
+
+def check_callbacks(trainer: Trainer) -> None:
+    """Refuses Mechanic twice and a learning rate finder; a batch size finder measures too little."""
+    if sum(isinstance(callback, Mechanic) for callback in _callbacks(trainer)) > 1:
+        raise _misconfiguration(
+            trainer, "Mechanic is in the Trainer's callbacks more than once: keep one. It serves all optimizers."
+        )
+    if _has_callback(trainer, "LearningRateFinder"):
+        raise _misconfiguration(
+            trainer,
+            "LearningRateFinder together with Mechanic: there is nothing to find, Mechanic learns the learning rate "
+            "while it trains, whatever lr the optimizer has. Remove LearningRateFinder, or the call of Tuner.lr_find.",
+        )
+    if _has_callback(trainer, "BatchSizeFinder"):
+        rank_zero_warn(
+            "BatchSizeFinder tries batch sizes without Mechanic, which needs one more value per parameter than the "
+            "optimizer alone: take a somewhat smaller batch than it finds."
+        )
+
+
+_TESTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+
+
+def check_strategy(trainer: Trainer) -> None:
+    """Refuses strategies that cannot work, and warns of those that nobody has tried."""
+    strategy = trainer.strategy
+    if _is_a(strategy, ("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")):
+        raise _misconfiguration(
+            trainer,
+            f"{type(strategy).__name__} is not supported: Mechanic was never run on XLA devices. "
+            "Train on CPU or GPU, or without Mechanic.",
+        )
+    if not _is_a(strategy, _TESTED):
+        rank_zero_warn(
+            f"Mechanic was never tried with {type(strategy).__name__}: compare `mechanic/scale` on all ranks, which "
+            f"must be equal. Tried: {', '.join(_TESTED)}."
+        )
+
+
+def _has_callback(trainer: Trainer, name: str) -> bool:
+    return any(_is_a(callback, (name,)) for callback in _callbacks(trainer))
+
+
+def _callbacks(trainer: Any) -> list[object]:
+    return list(trainer.callbacks)  # which the Trainer's own annotations forget
+
+
+def _is_a(thing: object, names: Iterable[str]) -> bool:
+    """By name, since both Lightnings have a class of that name."""
+    return not {cls.__name__ for cls in type(thing).__mro__}.isdisjoint(names)
+
+
+def _misconfiguration(trainer: Trainer, message: str) -> Exception:
+    """The exception class of the trainer's own package."""
+    package = next(module for module in _LIGHTNINGS if isinstance(trainer, module.Trainer))
+    error: Exception = package.utilities.exceptions.MisconfigurationException(message)
+    return error
