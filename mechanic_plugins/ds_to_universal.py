@@ -1,0 +1,79 @@
+"""DeepSpeed's converter to universal checkpoints, carrying Mechanic's delta.
+
+    python -m mechanic_plugins.ds_to_universal --input_folder ckpt/global_step100 --output_folder ckpt/universal
+
+DeepSpeed's own converter exports three tensors of each parameter by name: the weights and Adam's two moments. This one
+runs it twice. The second time delta stands where the weights are, so that it is cut and merged exactly as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+try:
+    from deepspeed.checkpoint import ds_to_universal
+except ImportError as error:
+    raise ImportError(
+        f"mechanic_plugins.ds_to_universal cannot import deepspeed ({error}): pip install 'mechanic-plugins[deepspeed]'"
+    ) from error
+import torch
+
+from mechanic_plugins.checkpoint import DELTA
+
+__all__ = ["convert"]
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Converts a checkpoint folder. `args` are those of DeepSpeed's converter."""
+    ds_to_universal.main(args)
+    with tempfile.TemporaryDirectory(dir=Path(args.output_folder).parent) as folder:
+        posing, converted = Path(folder) / "in", Path(folder) / "out"
+        if not _pose_as_weights(Path(args.input_folder), posing):
+            return
+        again = copy.copy(args)
+        again.input_folder, again.output_folder = str(posing), str(converted)
+        ds_to_universal.main(again)
+        _collect(converted / "zero", Path(args.output_folder) / "zero")
+
+
+def _pose_as_weights(source: Path, target: Path) -> bool:
+    """A copy of the checkpoint with delta in the weights' place; False where it has no delta."""
+    target.mkdir()
+    for path in source.iterdir():
+        if not path.name.endswith("_optim_states.pt"):
+            (target / path.name).symlink_to(path.resolve())
+            continue
+        saved = torch.load(path, map_location="cpu", weights_only=False)
+        if not _replace_weights(saved["optimizer_state_dict"]):
+            return False
+        torch.save(saved, target / path.name)
+    return True
+
+
+def _replace_weights(saved: dict[str, Any]) -> bool:
+    stage3 = "fp32_flat_groups" in saved
+    state = saved["optimizer_state_dict" if stage3 else "base_optimizer_state"]["state"]
+    if not all(DELTA in entries for entries in state.values()):
+        return False
+    for entries in state.values():
+        entries.update({key: entries[DELTA] for key in ("exp_avg", "exp_avg_sq")})  # one tensor: saved once
+    deltas = [state[index][DELTA] for index in range(len(state))]
+    saved["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"] = deltas
+    return True
+
+
+def _collect(converted: Path, target: Path) -> None:
+    """Moves delta beside the moments. A frozen weight has none, and what the converter made of it is a weight."""
+    for path in converted.rglob("fp32.pt"):
+        folder = target / path.parent.relative_to(converted)
+        if (folder / "exp_avg.pt").exists():
+            shutil.move(path, folder / f"{DELTA}.pt")
+
+
+if __name__ == "__main__":
+    convert(ds_to_universal.parse_arguments())

@@ -1,0 +1,249 @@
+"""What the ranks do: train a small model under DeepSpeed, and say plainly what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+MICRO_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train. The data do not depend on the number of ranks, so that one process can do the same."""
+
+    stage: int = 0
+    base: str = "AdamW"
+    base_options: dict[str, Any] = field(default_factory=lambda: {"lr": 1.0, "weight_decay": 0.01})
+    options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    steps: int = 40
+    clip: float = 0.0
+    accumulation: int = 1
+    param_groups: int = 1
+    global_micro_batch: int = 8
+    seed: int = 0
+
+    def but(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    def id(self) -> str:
+        words = [f"zero{self.stage}", self.base]
+        words += [f"clip{self.clip}"] * (self.clip > 0) + [f"accumulate{self.accumulation}"] * (self.accumulation > 1)
+        words += [f"groups{self.param_groups}"] * (self.param_groups > 1)
+        words += [*(k for k in self.config if k != "zero_force_ds_cpu_optimizer"), *self.zero, *self.options]
+        return "-".join(words)
+
+
+class Model(nn.Module):
+    """Sizes that no number of ranks divides: one parameter has fewer elements than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 3)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.second(torch.tanh(self.first(x)))
+
+
+def model(seed: int) -> Model:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Model()
+
+
+def param_groups(network: nn.Module, case: Case) -> Any:
+    if case.param_groups == 1:
+        return list(network.parameters())
+    weights = [p for p in network.parameters() if p.ndim > 1]
+    others = [p for p in network.parameters() if p.ndim <= 1]
+    lr = case.base_options["lr"]
+    return [{"params": weights}, {"params": others, "lr": lr / 4, "weight_decay": 0.0}]
+
+
+def batches(case: Case, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The micro-batches of a step, for all ranks together."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + step)
+    target = torch.randn(5, 3, generator=torch.Generator().manual_seed(99))
+    for _ in range(case.accumulation):
+        x = torch.randn(case.global_micro_batch, 5, generator=generator)
+        yield x, torch.sin(x @ target)
+
+
+def loss_of(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    dtype = next(network.parameters()).dtype
+    return nn.functional.mse_loss(network(x.to(dtype)).float(), y)
+
+
+def base_class(name: str) -> Any:
+    if name == "DeepSpeedCPUAdam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam
+    return getattr(torch.optim, name)
+
+
+def plain_run(case: Case) -> dict[str, Any]:
+    """The same training in one process, without DeepSpeed."""
+    from mechanic_plugins import mechanize
+
+    network = model(case.seed)
+    name = {"DeepSpeedCPUAdam": "AdamW"}.get(case.base, case.base)
+    opt = mechanize(getattr(torch.optim, name)(param_groups(network, case), **case.base_options), **case.options)
+    seen: dict[str, Any] = {"s": [], "h": [], "scale": []}
+    for step in range(case.steps):
+        opt.zero_grad()
+        for x, y in batches(case, step):
+            (loss_of(network, x, y) / case.accumulation).backward()
+        if case.clip:
+            nn.utils.clip_grad_norm_(network.parameters(), case.clip)
+        opt.step()
+        note(opt, seen)
+    return {**seen, "weights": {n: p.detach().flatten().tolist() for n, p in network.named_parameters()}}
+
+
+def note(opt: Any, seen: dict[str, Any]) -> None:
+    seen["s"].append(opt.tuner.s.tolist())
+    seen["h"].append(opt.metrics()["mechanic/h"])
+    seen["scale"].append(opt.scale.item())
+
+
+# -------------------------------------------------------------------- under DeepSpeed
+
+
+def config_of(case: Case, world_size: int) -> dict[str, Any]:
+    zero = {"stage": case.stage, **case.zero}
+    if case.stage == 3:  # several sub-groups, and no parameter small enough to stay whole
+        zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": 20, **zero}
+    return {
+        "train_micro_batch_size_per_gpu": case.global_micro_batch // world_size,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": case.clip,  # DeepSpeed's default is 1.0
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        **case.config,
+    }
+
+
+def start(rank: int) -> None:
+    """DeepSpeed's own start, on top of the process group that this rank has."""
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about names that DeepSpeed calls
+    with quiet():
+        deepspeed.init_distributed(dist_backend="gloo")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+def engine_of(case: Case, network: nn.Module | None = None, optimizer: Any = None) -> tuple[Any, Any]:
+    """A DeepSpeed engine, and the mechanized optimizer in it."""
+    import deepspeed
+
+    import mechanic_plugins.deepspeed
+    from mechanic_plugins import mechanize
+
+    network = model(case.seed) if network is None else network
+    if optimizer is None and "optimizer" not in case.config:
+        base = base_class(case.base)(param_groups(network, case), **case.base_options)
+        optimizer = mechanize(base, **case.options)
+    with quiet():
+        engine, *_ = deepspeed.initialize(
+            model=network,
+            optimizer=optimizer,
+            model_parameters=None if optimizer is not None else list(network.parameters()),
+            config=config_of(case, dist.get_world_size()),
+        )
+    return engine, mechanic_plugins.deepspeed.mechanic_of(engine)
+
+
+def my_part(case: Case, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    size = case.global_micro_batch // dist.get_world_size()
+    mine = slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
+    return x[mine], y[mine]
+
+
+def backward(engine: Any, case: Case, step: int) -> Iterator[None]:
+    """Yields before each engine.step()."""
+    for x, y in batches(case, step):
+        engine.backward(loss_of(engine, *my_part(case, x, y)))
+        yield
+        engine.step()
+
+
+def train(engine: Any, opt: Any, case: Case, steps: range) -> dict[str, Any]:
+    seen: dict[str, Any] = {"s": [], "h": [], "scale": [], "reductions": []}
+    for step in steps:
+        with counted_reductions() as reductions:
+            for _ in backward(engine, case, step):
+                pass
+        seen["reductions"].append(len(reductions))
+        note(opt, seen)
+    return {**seen, "weights": weights_of(engine)}
+
+
+@contextlib.contextmanager
+def counted_reductions() -> Iterator[list[int]]:
+    """Mechanic's all-reduces: five sums and a count, in float64."""
+    original, calls = dist.all_reduce, []
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype == torch.float64 and tensor.numel() > 1 and tensor.numel() % 5 == 1:
+            calls.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = original
+
+
+def weights_of(engine: Any) -> dict[str, list[float]]:
+    """The full float32 weights, whatever the stage."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    weights = {}
+    for name, p in engine.module.named_parameters():
+        full = safe_get_full_fp32_param(p)
+        weights[name] = (p if full is None else full).detach().float().flatten().tolist()
+    return weights
+
+
+def run(rank: int, case: Case) -> dict[str, Any]:
+    start(rank)
+    engine, opt = engine_of(case)
+    seen = train(engine, opt, case, range(case.steps))
+    engine.destroy()
+    return {**seen, "steps": opt.metrics()["mechanic/steps"], "holder": type(engine.optimizer).__name__}
+
+
+def run_without_reduction(rank: int, case: Case) -> dict[str, Any]:
+    """What the other implementations do: every rank tunes on its own piece."""
+    from mechanic_plugins.reduction import AllReduce
+
+    original = AllReduce.start
+    AllReduce.start = lambda self, sums: lambda: sums  # type: ignore[method-assign]
+    try:
+        return run(rank, case)
+    finally:
+        AllReduce.start = original  # type: ignore[method-assign]
