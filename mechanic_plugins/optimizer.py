@@ -174,7 +174,8 @@ class MechanicOptimizer(Optimizer):
         sums = reduced()
         if self._is_dry_run(sums):
             return self._make_dry_run(batches)
-        return self._play(batches, self.decide(sums), closure, loss)
+        with _tuner_restored_on_error(self._progress):
+            return self._play(batches, self.decide(sums), closure, loss)
 
     def decide(self, sums: Tensor) -> Decision:
         """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
@@ -448,7 +449,7 @@ class MechanicOptimizer(Optimizer):
         self.base.load_state_dict(plain)
         ids = (i for group in plain["param_groups"] for i in group["params"])
         checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state)
-        self._live = self._dry_state = None
+        self._live = self._dry_state = self._last_lrs = None
         if PREFIX + "s" not in self.param_groups[0]:
             warnings.warn(
                 "the loaded state has no Mechanic in it: the base's moments are kept, and the scale is learned anew "
@@ -560,10 +561,10 @@ def _evaluated(closure: Closure | None) -> tuple[Closure | None, Any]:
     """The loss, and a closure for the base whose first call returns it instead of computing it again."""
     if closure is None:
         return None, None
-    with torch.enable_grad():
-        loss = closure()
+    again = torch.enable_grad()(closure)
+    loss = again()
     cached = [loss]
-    return lambda: cached.pop() if cached else closure(), loss
+    return lambda: cached.pop() if cached else again(), loss
 
 
 def _snapshots(entries: Sequence[Entry]) -> list[Batch]:
@@ -584,6 +585,17 @@ def _restored_on_error(batches: Sequence[Batch]) -> Iterator[None]:
     except BaseException:
         for batch in batches:
             kernels.restore([e.slot for e in batch.entries], batch.olds)
+        raise
+
+
+@contextmanager
+def _tuner_restored_on_error(progress: Progress) -> Iterator[None]:
+    """The weights go back when the base raises: a tuner that had moved on would not fit them."""
+    tuner, steps = progress.tuner, progress.steps
+    try:
+        yield
+    except BaseException:
+        progress.tuner, progress.steps = tuner, steps
         raise
 
 
