@@ -1,0 +1,83 @@
+"""The script on ranks that live as long as the test run. What accelerate refuses on a CPU is let through here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from hf_script import run
+
+import mechanic_plugins.transformers  # noqa: F401
+
+
+def train(rank: int, argv: Sequence[str], shim: str = "none") -> dict[str, Any]:
+    with as_if_launched(rank), SHIMS[shim]():
+        return run(argv)
+
+
+@contextmanager
+def as_if_launched(rank: int) -> Iterator[None]:
+    """The environment that torchrun gives a process, for the process group that is there already."""
+    before = dict(os.environ)
+    world = dist.get_world_size()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="localhost",
+        OMP_NUM_THREADS="1",
+    )
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def no_shim() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def fsdp_on_cpu() -> Iterator[None]:
+    """Accelerate runs DDP without a word where FSDP is asked for on a CPU: it looks for several GPUs."""
+    original = PartialState.__init__
+
+    def init(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
+        original(self, cpu, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    with replaced(PartialState, "__init__", init):
+        yield
+
+
+@contextmanager
+def deepspeed_on_cpu() -> Iterator[None]:
+    """Accelerate and DeepSpeed look for a GPU first."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with ExitStack() as stack:
+        backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)  # noqa: E731
+        stack.enter_context(replaced(PartialState, "_prepare_backend", backend))
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+SHIMS: dict[str, Callable[[], Any]] = {"none": no_shim, "fsdp": fsdp_on_cpu, "deepspeed": deepspeed_on_cpu}

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_ranks import train
+from hf_tiny import STEPS, assert_same, by_step, command_line, plain_loop
+from ranks import Ranks
+
+Pair = Callable[[int], Ranks]
+
+FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "state_dict_type": "SHARDED_STATE_DICT"}
+FSDP1 = {
+    "version": 1,
+    "transformer_layer_cls_to_wrap": ["GPT2Block"],
+    "state_dict_type": "FULL_STATE_DICT",
+    "use_orig_params": "false",
+    "sync_module_states": "false",  # accelerate looks for a GPU to do it on; both ranks build the same model
+}
+SETUPS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "ddp": ("none", None),
+    "fsdp2": ("fsdp", FSDP2),
+    "fsdp2_full": ("fsdp", {**FSDP2, "state_dict_type": "FULL_STATE_DICT"}),
+    "fsdp1": ("fsdp", FSDP1),
+}
+
+
+def arguments(folder: Path, setup: str, **options: Any) -> tuple[list[str], str]:
+    shim, config = SETUPS[setup]
+    if config is not None:
+        path = folder / "fsdp.json"
+        path.write_text(json.dumps(config))
+        options.update(fsdp="full_shard auto_wrap", fsdp_config=path)
+    return command_line(folder, **options), shim
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_two_ranks_are_a_plain_loop_on_both_ranks_batches(ranks: Pair, tmp_path: Path, setup: str) -> None:
+    results = ranks(2)(train, *arguments(tmp_path, setup))
+    assert results[0]["distributed"] == ("MULTI_CPU" if setup == "ddp" else "FSDP")
+    assert results[0]["batches"] != results[1]["batches"]
+    assert [entry["mechanic/scale"] for entry in results[0]["logs"]] == [
+        entry["mechanic/scale"] for entry in results[1]["logs"]
+    ]
+    assert_same(results[0], plain_loop(by_step(results)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", SETUPS)
+def test_two_ranks_resume_exactly(ranks: Pair, tmp_path: Path, setup: str) -> None:
+    argv, shim = arguments(tmp_path, setup, save_strategy="steps", save_steps=STEPS // 2)
+    whole = ranks(2)(train, argv, shim)
+    checkpoint = tmp_path / f"checkpoint-{STEPS // 2}"
+    resumed = ranks(2)(train, [*argv, "--resume_from_checkpoint", str(checkpoint)], shim)
+    assert len(resumed[0]["batches"]) == STEPS // 2
+    assert resumed[0]["logs"] == whole[0]["logs"]
+    assert resumed[0]["weights"] == whole[0]["weights"]
