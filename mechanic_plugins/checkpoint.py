@@ -19,7 +19,20 @@ from mechanic_plugins.kernels import delta_dtype, needs_reference
 from mechanic_plugins.settings import Settings
 from mechanic_plugins.tuner import TunerState, fresh
 
-__all__ = ["DELTA", "PREFIX", "REF", "Progress", "check", "merge", "read", "split", "strip", "tuner_keys", "write"]
+__all__ = [
+    "DELTA",
+    "PREFIX",
+    "REF",
+    "Progress",
+    "check",
+    "check_tuner",
+    "merge",
+    "read",
+    "split",
+    "strip",
+    "tuner_keys",
+    "write",
+]
 
 PREFIX = "mechanic_"
 DELTA = "mechanic_delta"
@@ -68,6 +81,7 @@ def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settin
             group[PREFIX + name] = values if name not in _SCALARS else values[0]
         group[PREFIX + "steps"], group[PREFIX + "skipped"] = int(next(numbers)), int(next(numbers))
         group[PREFIX + "unit"], group[PREFIX + "frozen"] = progress.unit, progress.frozen
+        group[PREFIX + "tuners"] = len(rows)
     progress.seen = tuple(group[PREFIX + "s"] for group in groups)
 
 
@@ -143,7 +157,7 @@ def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Set
         return  # the base's own load refuses it, before it changes anything
     if not any(PREFIX + "s" in g for g in saved):
         return
-    _check_vectors(saved, settings)
+    check_tuner(saved, settings)
     ids = [i for g in saved for i in g["params"]]
     params = dict(zip(ids, (p for g in groups for p in g["params"]), strict=True))
     entries = {i: e for i, e in state_dict["state"].items() if isinstance(e, dict) and i in params}
@@ -160,7 +174,8 @@ def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Set
         )
 
 
-def _check_vectors(saved: Sequence[dict[str, Any]], settings: Settings) -> None:
+def check_tuner(saved: Sequence[dict[str, Any]], settings: Settings) -> None:
+    """Refuses param groups that hold another kind of tuner than these settings make."""
     n = len(settings.betas)
     for group in saved:
         if PREFIX + "s" not in group:
@@ -175,8 +190,9 @@ def _check_vectors(saved: Sequence[dict[str, Any]], settings: Settings) -> None:
                 "the checkpoint was made with another rule than 'theory' and lacks its sums: "
                 "pass the same rule to mechanize()."
             )
-    if settings.scope == "all" and any(g[PREFIX + "s"] != saved[0][PREFIX + "s"] for g in saved):
+    tuners, other = (len(saved), "all") if settings.scope == "group" else (1, "group")
+    if saved[0][PREFIX + "tuners"] != tuners:
         raise ValueError(
-            "the checkpoint was made with scope='group' (its groups have different scales), this optimizer has "
-            "scope='all': pass scope='group' to mechanize()."
+            f"the checkpoint was made with scope={other!r}, this optimizer has scope={settings.scope!r}: "
+            f"pass scope={other!r} to mechanize()."
         )

@@ -45,31 +45,6 @@ class Tuner(NamedTuple):
     steps: Tensor
 
 
-class Entry(NamedTuple):
-    """A parameter that takes part in a step, its local tensors, and the tuner it belongs to."""
-
-    param: Tensor
-    slot: Slot
-    row: int
-    maximize: bool
-
-
-class Decision(NamedTuple):
-    """What a step will do: whether it is made, and for each tuner the scale that was and will be played."""
-
-    moves: bool | Tensor
-    before: Tensor
-    after: Tensor
-
-
-class Batch(NamedTuple):
-    """Entries that move together (one tuner, device and dtype), and their weights from before the base's step."""
-
-    entries: list[Entry]
-    row: int
-    olds: list[Tensor]
-
-
 class MechanicOptimizer(Optimizer):
     """What `mechanize` returns: build it there.
 
@@ -421,9 +396,11 @@ class MechanicOptimizer(Optimizer):
 
     def _hold_tuner(self) -> None:
         """The groups always hold the tuner's keys: loaders look for them there."""
-        if PREFIX + "s" not in self.param_groups[0]:
-            progress = Progress.new(self.settings, tuners=self._tuners(), device=torch.device("cpu"))
-            checkpoint.write(self.param_groups, progress, self.settings)
+        if PREFIX + "s" in self.param_groups[0]:  # the base had loaded a mechanized checkpoint
+            checkpoint.check_tuner(self.param_groups, self.settings)
+            return
+        progress = Progress.new(self.settings, tuners=self._tuners(), device=torch.device("cpu"))
+        checkpoint.write(self.param_groups, progress, self.settings)
 
     def _write_tuner(self) -> None:
         checkpoint.write(self.param_groups, self._progress, self.settings)
