@@ -45,6 +45,31 @@ class Tuner(NamedTuple):
     steps: Tensor
 
 
+class Entry(NamedTuple):
+    """A parameter that takes part in a step, its local tensors, and the tuner it belongs to."""
+
+    param: Tensor
+    slot: Slot
+    row: int
+    maximize: bool
+
+
+class Decision(NamedTuple):
+    """What a step will do: whether it is made, and for each tuner the scale that was and will be played."""
+
+    moves: bool | Tensor
+    before: Tensor
+    after: Tensor
+
+
+class Batch(NamedTuple):
+    """Entries that move together (one tuner, device and dtype), and their weights from before the base's step."""
+
+    entries: list[Entry]
+    row: int
+    olds: list[Tensor]
+
+
 class MechanicOptimizer(Optimizer):
     """What `mechanize` returns: build it there.
 
