@@ -1,0 +1,233 @@
+"""Algorithm 1 of "Mechanic: A Learning Rate Tuner" (arXiv 2306.00144), written slowly and obviously in float64.
+
+This file judges the package. It was written from the paper, without looking at the package, and shares nothing with
+it: weights are recomputed as x_ref + S * Delta in every step, sums are taken one parameter at a time, and the tuner's
+vectors are numpy arrays. The letters are the paper's:
+
+    x_ref    the weights at the start             s, r, m, v   the tuner's vectors, one entry for each beta
+    Delta    the sum of the base's updates        S            the sum of s, the scale
+    u        the base's update at the weights x   h            the gradient that the tuner sees
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Vector = NDArray[np.float64]
+Tensors = Sequence[Tensor]
+BaseFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+BETAS = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
+RULES = ("paper", "experiments", "optax", "theory")
+AUTO_FIRST_MOVE = 1e-6
+
+
+class Tuner:
+    """The map from h_1, h_2, ... to s. An s_init of 0 means "not known yet": s then stays 0."""
+
+    def __init__(self, rule: str, *, betas: Sequence[float], s_init: float, eps: float) -> None:
+        self.rule = {
+            "paper": self.paper,
+            "experiments": self.experiments,
+            "optax": self.optax,
+            "theory": self.theory,
+        }[rule]
+        self.beta: Vector = np.array(betas, dtype=np.float64)
+        self.n = len(betas)
+        self.s_init = s_init
+        self.eps = eps
+        self.r: Vector = np.zeros(self.n)
+        self.m: Vector = np.zeros(self.n)
+        self.v: Vector = np.zeros(self.n)
+        self.q: Vector = np.zeros(self.n)  # theory only
+        self.m_1 = 0.0  # theory only: the first |h| that is not 0
+        self.s: Vector = np.full(self.n, s_init) if rule in ("experiments", "optax") else np.zeros(self.n)
+
+    def step(self, h: float, played_over_scale: float = 1.0) -> None:
+        """Take h; `played_over_scale` says by how much the scale that produced x_t differed from the sum of s."""
+        self.rule(h, self.s * played_over_scale)
+
+    def paper(self, h: float, bet: Vector) -> None:
+        """Algorithm 1, with |h| in m."""
+        beta = self.beta
+        self.m = np.maximum(beta * self.m, abs(h))
+        self.v = beta**2 * self.v + h**2
+        self.r = np.maximum(0.0, beta * self.r - bet * h)
+        wealth = self.s_init * self.m / self.n + self.r
+        self.s = np.divide(wealth, np.sqrt(self.v) + self.eps, out=np.zeros(self.n), where=self.v > 0)
+
+    def experiments(self, h: float, bet: Vector) -> None:
+        """What the authors' experiments ran."""
+        self._unclamped(h, bet, h_in_r=np.full(self.n, h))
+
+    def optax(self, h: float, bet: Vector) -> None:
+        """`optax.contrib.mechanize`: as the experiments, but the h that enters r is clipped."""
+        self._unclamped(h, bet, h_in_r=np.clip(h, -self.m, self.m))
+
+    def _unclamped(self, h: float, bet: Vector, h_in_r: Vector) -> None:
+        beta = self.beta
+        self.m = np.maximum(beta * self.m, abs(h) + self.eps)
+        self.v = beta**2 * self.v + h**2
+        self.r = beta * self.r - bet * h_in_r
+        wealth = self.s_init / self.n * self.m + np.maximum(0.0, self.r)
+        self.s = wealth / (np.sqrt(self.v) + self.eps)
+
+    def theory(self, h: float, bet: Vector) -> None:
+        """The appendix's Algorithm 2, with |h| in m and the sign of q that its proof uses."""
+        beta = self.beta
+        h_hat = np.clip(h, -self.m, self.m)
+        self.m = np.maximum(beta * self.m, abs(h))
+        self.m_1 = self.m_1 or abs(h)
+        self.q = beta * self.q - h_hat
+        self.r = beta * self.r - bet * h_hat
+        self.v = beta**2 * self.v + h_hat**2
+        wealth = self.s_init * self.m_1 / self.n + self.r
+        if not self.m_1:
+            return
+        root = np.sqrt(4 * self.m**2 + self.v)
+        self.s = wealth / (root + self.eps) * np.clip(self.q / root, 0.0, 1.0)
+
+
+class Part:
+    """The parameters that share one scale (all of them, or one group's), and the tuner of that scale."""
+
+    def __init__(self, indices: list[int], tuner: Tuner, *, auto: bool, smoothing: float, max_scale: float) -> None:
+        self.indices = indices
+        self.tuner = tuner
+        self.auto = auto
+        self.smoothing = smoothing
+        self.max_scale = max_scale
+        self.S = 0.0
+        self.played = 0.0  # the smoothed S; equal to it without smoothing
+        self.h = 0.0
+
+    def step(self, x: Tensors, Delta: Tensors, g: Tensors, s_decay: float) -> None:
+        """Tune at the weights x, with the sum of updates Delta that they were made of and the gradient g there."""
+        dg, gg, xx, dx, dd = inner(Delta, g), inner(g, g), inner(x, x), inner(Delta, x), inner(Delta, Delta)
+        if self.auto and self.tuner.s_init == 0 and dd > 0:
+            self.tuner.s_init = AUTO_FIRST_MOVE * (1 + math.sqrt(xx)) / math.sqrt(dd)
+        decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
+        self.h = dg + decay
+
+        self.tuner.step(self.h, self.played / self.S if self.S > 0 else 1.0)
+        if self.tuner.s.sum() > 0:
+            self.tuner.s = self.tuner.s * min(1.0, self.max_scale / self.tuner.s.sum())
+        self.S = float(self.tuner.s.sum())
+        self.played = self.smoothed(self.S)
+
+    def smoothed(self, S: float) -> float:
+        """The log-average of the scales played so far and S; an S of 0 makes it 0, and the next S starts anew."""
+        c = self.smoothing
+        if c == 0 or S == 0 or self.played == 0:
+            return S
+        return math.exp(c * math.log(self.played) + (1 - c) * math.log(S))
+
+
+class Reference:
+    """Mechanic around a torch optimizer.
+
+    Usage: `reference = Reference(params, lambda copies: torch.optim.SGD(copies, lr=1.0, foreach=False))`, then in each
+    step `reference.step(grads)` with the gradients at `reference.x`, None where a parameter has none. Learning rates
+    are set on `reference.base`.
+    """
+
+    def __init__(
+        self,
+        params: Tensors,
+        base_factory: BaseFactory,
+        *,
+        betas: Sequence[float] = BETAS,
+        s_init: float | Literal["auto"] = "auto",
+        s_decay: float = 0.01,
+        eps: float = 1e-8,
+        rule: str = "paper",
+        normalize_lr: bool = True,
+        smoothing: float = 0.0,
+        max_scale: float | None = None,
+        scope: Literal["all", "group"] = "all",
+    ) -> None:
+        self.x_ref = [p.detach().to(torch.float64, copy=True) for p in params]
+        self.x = [p.clone() for p in self.x_ref]
+        self.Delta = [torch.zeros_like(p) for p in self.x_ref]
+        self.copies = [p.clone() for p in self.x_ref]  # what the base steps
+        self.base = base_factory(self.copies)
+        self.had_grad = [False for _ in self.x]
+        self.c: float | None = None if normalize_lr else 1.0
+        self.s_decay = s_decay
+
+        groups = [self._indices(group) for group in self.base.param_groups]
+        parts = groups if scope == "group" else [[i for indices in groups for i in indices]]
+        number = 0.0 if s_init == "auto" else s_init
+        self.scope = scope
+        self.parts = [
+            Part(
+                indices,
+                Tuner(rule, betas=betas, s_init=number, eps=eps),
+                auto=s_init == "auto",
+                smoothing=smoothing,
+                max_scale=math.inf if max_scale is None else max_scale,
+            )
+            for indices in parts
+        ]
+
+    def _indices(self, group: dict[str, Any]) -> list[int]:
+        return [i for i, copy in enumerate(self.copies) if any(copy is p for p in group["params"])]
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """Steps from the weights x_t, at which the gradients were taken, to x_{t+1}."""
+        self.had_grad = [had or g is not None for had, g in zip(self.had_grad, grads, strict=True)]
+        g = self.minimised_gradients(grads)
+        u = self.base_update(grads)
+        self.find_c()
+        for part in self.parts:
+            if self.c is not None:  # with no learning rate seen yet Delta is 0: there is nothing to tune
+                counted = [i for i in part.indices if self.had_grad[i]]
+                x, Delta = [self.x[i] for i in counted], [self.Delta[i] for i in counted]
+                part.step(x, Delta, [g[i] for i in counted], self.s_decay * self.c)
+            for i in part.indices:
+                self.Delta[i] = self.Delta[i] + u[i]
+                self.x[i] = self.x_ref[i] + part.played * self.Delta[i]
+
+    def minimised_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """The gradients of what is minimised, 0 where there is none."""
+        g = [torch.zeros_like(x) if grad is None else grad.double() for x, grad in zip(self.x, grads, strict=True)]
+        for group in self.base.param_groups:
+            if group.get("maximize", False):
+                for i in self._indices(group):
+                    g[i] = -g[i]
+        return g
+
+    def base_update(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """What the base, standing at x_t, would add to it."""
+        for copy, x, grad in zip(self.copies, self.x, grads, strict=True):
+            copy.copy_(x)
+            copy.grad = None if grad is None else grad.to(torch.float64, copy=True)
+        self.base.step()
+        return [copy - x for copy, x in zip(self.copies, self.x, strict=True)]
+
+    def find_c(self) -> None:
+        """At the first learning rate above 0: the constants, stated for a rate of 1, become those for a rate of c."""
+        lr = max(float(group.get("initial_lr", group["lr"])) for group in self.base.param_groups)
+        if self.c is None and lr > 0:
+            self.c = lr
+            for part in self.parts:
+                part.tuner.s_init /= lr
+                part.tuner.s = part.tuner.s / lr
+                part.tuner.eps *= lr
+
+    def vectors(self, name: str) -> Vector:
+        """The tuner's s, r, m or v: n entries, or with scope="group" a row of them for each group."""
+        rows = np.stack([getattr(part.tuner, name) for part in self.parts])
+        return rows if self.scope == "group" else rows[0]
+
+
+def inner(a: Tensors, b: Tensors) -> float:
+    """The inner product of two lists of tensors."""
+    return sum((p * q).sum().item() for p, q in zip(a, b, strict=True))

@@ -1,0 +1,299 @@
+"""The judge, judged: against steps worked out by hand and against what the published implementations did."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import RULES, Reference, Tuner
+from torch import Tensor
+
+DATA = Path(__file__).parent / "data"
+
+
+def vector(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def sgd(lr: float = 1.0, **kwargs: Any) -> Any:
+    return lambda copies: torch.optim.SGD(copies, lr=lr, foreach=False, **kwargs)
+
+
+def one_weight(rule: str, **kwargs: Any) -> Reference:
+    """One weight at 2, plain SGD with lr 1 (so u = -g), one beta of 0.5, s_init 0.1, no lambda, no eps."""
+    settings = {"betas": (0.5,), "s_init": 0.1, "s_decay": 0.0, "eps": 0.0, "normalize_lr": False, "rule": rule}
+    return Reference([vector(2.0)], sgd(), **{**settings, **kwargs})
+
+
+def play(reference: Reference, *gradients: float) -> list[tuple[float, float]]:
+    """(s, x) after each step."""
+    trace = []
+    for g in gradients:
+        reference.step([vector(g)])
+        trace.append((float(reference.vectors("s")[0]), reference.x[0].item()))
+    return trace
+
+
+def test_paper_by_hand() -> None:
+    # g = -1:  Delta = 0, so h = 0 and s = 0; u = 1, Delta = 1, x = 2.
+    # g = -4:  h = 1 * -4, m = 4, v = 16, r = 0, s = 0.1 * 4 / 4 = 0.1; Delta = 5, x = 2 + 0.1 * 5.
+    # g = -2:  h = 5 * -2, m = 10, v = 16 / 4 + 100 = 104, r = 0.1 * 10 = 1, s = (1 + 1) / sqrt(104); Delta = 7.
+    # g = 3:   h = 21, m = 21, v = 26 + 441 = 467, r = max(0, 0.5 - 21 s) = 0, s = 2.1 / sqrt(467); Delta = 4.
+    s_3, s_4 = 2 / math.sqrt(104), 2.1 / math.sqrt(467)
+    reference = one_weight("paper")
+    assert play(reference, -1, -4, -2, 3) == [
+        pytest.approx(pair, rel=1e-15) for pair in [(0, 2), (0.1, 2.5), (s_3, 2 + 7 * s_3), (s_4, 2 + 4 * s_4)]
+    ]
+    assert [reference.vectors(name)[0] for name in "rmv"] == [0, 21, 467]
+
+
+def test_paper_with_two_betas_and_eps_by_hand() -> None:
+    # As above with betas 0.5 and 1 and eps 1. Second step: both s = (0.1 * 4 / 2) / (4 + 1) = 0.04, x = 2 + 0.08 * 5.
+    # Third: v = 104 and 116, r = 0.04 * 10, W = 0.1 * 10 / 2 + 0.4 = 0.9.
+    reference = one_weight("paper", betas=(0.5, 1.0), eps=1.0)
+    play(reference, -1, -4)
+    assert reference.x[0].item() == pytest.approx(2.4, rel=1e-15)
+    play(reference, -2)
+    assert reference.vectors("s") == pytest.approx([0.9 / (math.sqrt(104) + 1), 0.9 / (math.sqrt(116) + 1)], rel=1e-15)
+
+
+def test_experiments_and_optax_by_hand() -> None:
+    # eps = 1. g = -1: h = 0, m = 1, v = 0, r = 0, s = 0.1 * 1 / 1; Delta = 1, x = 2 + 0.1.
+    # g = -4: h = -4, m = 5, v = 16. experiments: r = 0.1 * 4, s = (0.5 + 0.4) / 5 = 0.18; Delta = 5, x = 2.9.
+    #         optax clips h to the old m, 1: r = 0.1, s = (0.5 + 0.1) / 5 = 0.12; x = 2.6.
+    # g = 2:  h = 10, m = 11, v = 104. r = 0.2 - 1.8 = -1.6 is kept; optax: r = 0.05 - 0.12 * 5 = -0.55. The wealth is
+    #         0.1 * 11 in both, s = 1.1 / (sqrt(104) + 1); Delta = 3.
+    last = 1.1 / (math.sqrt(104) + 1)
+    experiments, optax = one_weight("experiments", eps=1.0), one_weight("optax", eps=1.0)
+    assert play(experiments, -1, -4, 2) == [
+        pytest.approx(pair, rel=1e-15) for pair in [(0.1, 2.1), (0.18, 2.9), (last, 2 + 3 * last)]
+    ]
+    assert play(optax, -1, -4, 2) == [
+        pytest.approx(pair, rel=1e-15) for pair in [(0.1, 2.1), (0.12, 2.6), (last, 2 + 3 * last)]
+    ]
+    assert experiments.vectors("r") == pytest.approx([-1.6], rel=1e-15)
+    assert optax.vectors("r") == pytest.approx([-0.55], rel=1e-15)
+
+
+def test_theory_by_hand() -> None:
+    # h = 0:   nothing is known.
+    # h = -4:  clipped to 0; m = 4, W_0 = 0.1 * 4 from now on, q = 0, so s = 0.
+    # h = -10: clipped to -4; m = 10, q = 4, r = 0, v = 16, s = 0.4 / sqrt(416) * 4 / sqrt(416).
+    # h = 1:   m = 5, q = 2 - 1 = 1, r = -s, v = 16 / 4 + 1 = 5, s = (0.4 - s) / sqrt(105) * 1 / sqrt(105).
+    tuner = Tuner("theory", betas=(0.5,), s_init=0.1, eps=0.0)
+    scales = []
+    for h in (0.0, -4.0, -10.0, 1.0):
+        tuner.step(h)
+        scales.append(float(tuner.s[0]))
+    assert scales == pytest.approx([0, 0, 1.6 / 416, (0.4 - 1.6 / 416) / 105], rel=1e-15)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_theory_keeps_its_wealth_and_its_promise(seed: int) -> None:
+    """With beta = 1 and h that favours a positive scale, the wealth grows and is never lost."""
+    h = np.random.default_rng(seed).normal(-0.3, 1.0, size=2000)
+    tuner = Tuner("theory", betas=(1.0,), s_init=1e-3, eps=0.0)
+    wealth = []
+    for h_t in h:
+        tuner.step(float(h_t))
+        wealth.append(1e-3 * tuner.m_1 + float(tuner.r[0]))
+    assert min(wealth) > 0
+    assert wealth[-1] > 1e3 * wealth[0]
+
+
+def test_lambda_by_hand() -> None:
+    # x = (3, 4), lambda = 0.5. g = (-1, 0): Delta = (1, 0). g = (-4, 0): S = 0, so h = -4, s = 0.1; Delta = (5, 0),
+    # x = (3.5, 4). g = (-3, 4), of norm 5: <Delta, g> = -15, <Delta, x> = 17.5, ||x|| = sqrt(28.25).
+    reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,), s_init=0.1, s_decay=0.5, eps=0.0, normalize_lr=False)
+    for g in (vector(-1.0, 0.0), vector(-4.0, 0.0), vector(-3.0, 4.0)):
+        reference.step([g])
+    assert reference.parts[0].h == pytest.approx(-15 + 0.5 * 0.1 * 5 * 17.5 / math.sqrt(28.25), rel=1e-15)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_auto_s_init_by_hand(rule: str) -> None:
+    # x = (3, 4), of norm 5. g = (0, 0.5): Delta = (0, -0.5), and the next step knows s_init = 1e-6 * (1 + 5) / 0.5.
+    reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,), s_decay=0.0, eps=1e-9, rule=rule)
+    reference.step([vector(0.0, 0.5)])
+    assert reference.x[0].tolist() == [3.0, 4.0]
+    assert reference.vectors("s").tolist() == [0.0]
+    reference.step([vector(0.0, 0.5)])
+    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-5, rel=1e-15)
+    # |h| = 0.25, so eps = 1e-9 shows in the ninth digit; theory has no q yet.
+    assert reference.vectors("s")[0] == (0 if rule == "theory" else pytest.approx(1.2e-5, rel=1e-8))
+    reference.step([vector(0.0, 0.5)])
+    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-5, rel=1e-15)
+
+
+def test_smoothing_by_hand() -> None:
+    # The first three steps of the paper's case: S = 0, 0.1, 2 / sqrt(104). Played: 0, 0.1, then sqrt(0.1 S).
+    # g = -1: h = -7, r = 0.5 * 1 + played * 7, m = 7, v = 26 + 49.
+    S_3 = 2 / math.sqrt(104)
+    played_3 = math.sqrt(0.1 * S_3)
+    S_4 = (0.1 * 7 + 0.5 + 7 * played_3) / math.sqrt(75)
+    trace = play(one_weight("paper", smoothing=0.5), -1, -4, -2, -1)
+    assert trace == [
+        pytest.approx(pair, rel=1e-14)
+        for pair in [(0, 2), (0.1, 2.5), (S_3, 2 + 7 * played_3), (S_4, 2 + 8 * math.sqrt(played_3 * S_4))]
+    ]
+
+
+def test_max_scale_by_hand() -> None:
+    # As the paper's case, but the 0.1 of the second step becomes 0.05, and so r = 0.05 * 10 in the third.
+    last = min(0.05, (1 + 0.5) / math.sqrt(104))
+    assert play(one_weight("paper", max_scale=0.05), -1, -4, -2) == [
+        pytest.approx(pair, rel=1e-15) for pair in [(0, 2), (0.05, 2.25), (last, 2 + 7 * last)]
+    ]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_normalize_lr_cancels_the_base_lr(rule: str) -> None:
+    """With lr 8 the weights are the same and s is an eighth; u, read off the weights, carries their rounding."""
+    gradients = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 0.3
+    one, eight = (
+        Reference([vector(1.0, -2.0, 3.0)], sgd(lr), betas=(0.9, 0.99), s_init=1e-2, rule=rule) for lr in (1.0, 8.0)
+    )
+    for g in gradients:
+        one.step([g])
+        eight.step([g])
+        assert one.x[0].tolist() == pytest.approx(eight.x[0].tolist(), rel=1e-13)
+        assert one.vectors("s") == pytest.approx(8 * eight.vectors("s"), rel=1e-13)
+
+
+def test_scope_group_is_a_reference_for_each_group() -> None:
+    starts = [vector(1.0, 2.0), vector(-3.0)]
+    joint = Reference(
+        starts,
+        lambda copies: torch.optim.SGD([{"params": [p]} for p in copies], lr=1.0, foreach=False),
+        s_init=1e-2,
+        scope="group",
+    )
+    alone = [Reference([start], sgd(), s_init=1e-2) for start in starts]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        g = [torch.randn(start.shape, dtype=torch.float64, generator=generator) for start in starts]
+        joint.step(g)
+        for one, grad in zip(alone, g, strict=True):
+            one.step([grad])
+    assert joint.vectors("s").shape == (2, 6)
+    assert np.array_equal(joint.vectors("s"), np.stack([one.vectors("s") for one in alone]))
+    assert all(torch.equal(joint.x[i], alone[i].x[0]) for i in range(2))
+
+
+def test_maximize_is_minimising_the_negative() -> None:
+    up = Reference([vector(1.0, 2.0)], sgd(maximize=True), s_init=1e-2)
+    down = Reference([vector(1.0, 2.0)], sgd(), s_init=1e-2)
+    for g in torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)):
+        up.step([g])
+        down.step([-g])
+    assert torch.equal(up.x[0], down.x[0])
+    assert np.array_equal(up.vectors("s"), down.vectors("s"))
+
+
+def test_a_parameter_without_gradients_counts_from_its_first_one_on() -> None:
+    with_idle = Reference([vector(1.0, 2.0), vector(100.0)], sgd(), s_init=1e-2, s_decay=0.5)
+    without = Reference([vector(1.0, 2.0)], sgd(), s_init=1e-2, s_decay=0.5)
+    gradients = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for g in gradients[:20]:
+        with_idle.step([g, None])
+        without.step([g])
+    assert with_idle.vectors("s").sum() > 0
+    assert np.array_equal(with_idle.vectors("s"), without.vectors("s"))
+
+    with_idle.step([gradients[20], vector(1.0)])  # Delta of the idle weight is still 0 in this h ...
+    without.step([gradients[20]])
+    assert with_idle.parts[0].h != without.parts[0].h  # ... but ||x|| and ||g|| have grown
+    assert with_idle.x[1].item() < 100
+    before = with_idle.x[1].item()
+    with_idle.step([gradients[21], None])  # it has no gradient, yet follows the scale
+    assert with_idle.x[1].item() == 100.0 - with_idle.vectors("s").sum()
+    assert with_idle.x[1].item() != before
+
+
+def test_nothing_is_tuned_before_the_first_learning_rate() -> None:
+    late = Reference([vector(1.0, 2.0)], sgd(0.0), s_init=1e-2, rule="optax")
+    prompt = Reference([vector(1.0, 2.0)], sgd(0.5), s_init=1e-2, rule="optax")
+    gradients = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    late.step([gradients[0]])
+    assert late.x[0].tolist() == [1.0, 2.0]
+    late.base.param_groups[0]["lr"] = 0.5
+    for g in gradients:
+        late.step([g])
+        prompt.step([g])
+    assert np.array_equal(late.vectors("s"), prompt.vectors("s"))
+    assert torch.equal(late.x[0], prompt.x[0])
+
+
+def load(name: str) -> dict[str, Any]:
+    golden: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())
+    return golden
+
+
+def replay(golden: dict[str, Any], tuner: Tuner, start: int) -> None:
+    """Gives the tuner the recorded h from row `start` on; after each, its vectors must be the recorded ones.
+
+    40 steps of the same dozen operations in another order: a few times the rounding of 1.1e-16 is all that may differ.
+    """
+    for row in golden["rows"][start:]:
+        tuner.step(row["h"])
+        for name in "srmv":
+            seen, recorded = getattr(tuner, name), np.array(row[name])
+            assert np.abs(seen - recorded).max() <= 1e-14 * np.abs(recorded).max(), name
+
+
+@pytest.mark.parametrize("rule", ["optax", "experiments"])
+def test_tuner_does_what_the_published_one_did(rule: str) -> None:
+    golden = load(f"{rule}_mechanic")
+    tuner = Tuner(rule, betas=golden["betas"], s_init=golden["s_init"], eps=golden["eps"])
+    assert tuner.s.tolist() == golden["rows"][0]["s"]
+    replay(golden, tuner, start=1)
+
+
+def test_the_golden_files_reach_every_branch() -> None:
+    for name in ("optax_mechanic", "experiments_mechanic"):
+        r = np.array([row["r"] for row in load(name)["rows"]])
+        assert (r < 0).any(), "r is never clamped"
+    rows = load("optax_mechanic")["rows"]
+    assert any(abs(row["h"]) > max(before["m"]) > 0 for before, row in pairwise(rows))
+    r = np.array([row["r"] for row in load("mechanic_pytorch")["rows"]])
+    assert (r[5:] == 0).any(), "r is never clamped"
+    assert (r[-1] > 0).all()
+
+
+def test_paper_rule_does_what_mechanic_pytorch_did() -> None:
+    """Its m starts at 1e-6, which gives it an s before the first h: taken over from its first row."""
+    golden = load("mechanic_pytorch")
+    tuner = Tuner("paper", betas=golden["betas"], s_init=golden["s_init"], eps=golden["eps"])
+    first = golden["rows"][0]
+    assert first["h"] == 0
+    for name in "srmv":
+        setattr(tuner, name, np.array(first[name]))
+    replay(golden, tuner, start=1)
+
+
+@pytest.mark.parametrize("rule", ["optax", "experiments"])
+def test_weights_go_where_the_published_ones_went(rule: str) -> None:
+    """The whole algorithm, h and lambda included, against the published code run with an eps that vanishes.
+
+    That code recovers Delta as (x - x_ref) / S: a rounding of x, 2e-16, is one of 2e-16 / S in Delta, with S down to
+    5e-3 and |Delta| above 1. Hence 1e-12.
+    """
+    golden = load(f"{rule}_mechanic")
+    reference = Reference(
+        [vector(*golden["weights"][0])],
+        sgd(),
+        betas=golden["betas"],
+        s_init=golden["s_init"],
+        eps=golden["eps_of_weights"],
+        rule=rule,
+        normalize_lr=False,
+    )
+    for g, x in zip(golden["gradients"], golden["weights"][1:], strict=True):
+        reference.step([vector(*g)])
+        assert (reference.x[0] - vector(*x)).abs().max().item() <= 1e-12
