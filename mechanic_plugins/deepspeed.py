@@ -48,10 +48,10 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.checkpoint import DELTA, PREFIX
-from mechanic_plugins.kernels import Slot
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.reduction import AllReduce
 from mechanic_plugins.sharding import Counting, reduction_for
+from mechanic_plugins.slots import Slot
 from mechanic_plugins.tuner import SUMS
 
 __all__ = ["NAMES", "attach", "install", "mechanic_of"]

@@ -61,7 +61,7 @@ def _replace_weights(saved: dict[str, Any]) -> bool:
     if not all(DELTA in entries for entries in state.values()):
         return False
     for entries in state.values():
-        entries.update({key: entries[DELTA] for key in ("exp_avg", "exp_avg_sq")})  # one tensor: saved once
+        entries.update(dict.fromkeys(("exp_avg", "exp_avg_sq"), entries[DELTA]))  # one tensor: saved once
     deltas = [state[index][DELTA] for index in range(len(state))]
     saved["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"] = deltas
     return True

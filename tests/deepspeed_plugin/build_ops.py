@@ -8,6 +8,7 @@ removed. `make test` runs this by itself.
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -31,7 +32,18 @@ def environment() -> dict[str, str]:
 
 
 def are_compiled() -> bool:
-    return all((extensions_dir() / op / f"{op}.so").exists() for op in OPS)
+    """For the torch and the DeepSpeed that are here now, and to the end: a lock tells of a build that was killed."""
+    found = all((extensions_dir() / op / f"{op}.so").exists() for op in OPS)
+    current = _stamp().exists() and _stamp().read_text() == _versions()
+    return found and current and not any(extensions_dir().glob("*/lock"))
+
+
+def _stamp() -> Path:
+    return extensions_dir() / "compiled_for"
+
+
+def _versions() -> str:
+    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "deepspeed"))
 
 
 def why_not() -> str | None:
@@ -52,6 +64,7 @@ def build() -> None:
 
         for builder in (ShareMemCommBuilder(), CPUAdamBuilder()):
             builder.load(verbose=False)
+        _stamp().write_text(_versions())
 
 
 def build_in_subprocess() -> None:
@@ -75,6 +88,7 @@ def _alone() -> Iterator[None]:
 
 if __name__ == "__main__":
     if reason := why_not():
-        print(f"{reason}: the tests that need them will be skipped")
+        sys.stderr.write(f"{reason}: the tests that need them will be skipped\n")
         sys.exit(bool(os.environ.get("CI")))
-    build()
+    if not are_compiled():
+        build()

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ def start(rank: int) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
 
 
@@ -220,13 +221,16 @@ def counted_reductions() -> Iterator[list[int]]:
 
 def weights_of(engine: Any) -> dict[str, list[float]]:
     """The full float32 weights, whatever the stage."""
+    return {name: full_weight(p).flatten().tolist() for name, p in engine.module.named_parameters()}
+
+
+def full_weight(p: Any) -> Tensor:
+    """The model's own where it is whole: DeepSpeed's function mixes parameters up under round_robin_gradients."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    weights = {}
-    for name, p in engine.module.named_parameters():
-        full = safe_get_full_fp32_param(p)
-        weights[name] = (p if full is None else full).detach().float().flatten().tolist()
-    return weights
+    whole = p.dtype == torch.float32 and not hasattr(p, "ds_id")
+    full = None if whole else safe_get_full_fp32_param(p)
+    return (p if full is None else full).detach().float()
 
 
 def run(rank: int, case: Case) -> dict[str, Any]:
@@ -247,3 +251,82 @@ def run_without_reduction(rank: int, case: Case) -> dict[str, Any]:
         return run(rank, case)
     finally:
         AllReduce.start = original  # type: ignore[method-assign]
+
+
+# -------------------------------------------------------------------- the books, kept by hand
+
+
+def audit(engine: Any, opt: Any, case: Case, steps: range) -> dict[str, list[Any]]:
+    """Trains, and recomputes each step's h and move from the full tensors that DeepSpeed gives back.
+
+    Made for low precision and for experts, where no single process can do the same training.
+    """
+    books: dict[str, list[Any]] = {"h": [], "expected_h": [], "move_error": [], "s": [], "reductions": []}
+    for step in steps:
+        for micro, _ in enumerate(backward(engine, case, step), start=1):
+            if micro == case.accumulation:
+                before = full_tensors(engine, opt)
+                scale = opt.scale.item()
+                counter = contextlib.ExitStack()
+                reductions = counter.enter_context(counted_reductions())
+        counter.close()
+        after = full_tensors(engine, opt, gradients=False)
+        books["reductions"].append(len(reductions))
+        books["s"].append(opt.tuner.s.tolist())
+        books["h"].append(opt.metrics()["mechanic/h"])
+        books["expected_h"].append(expected_h(engine, case, before, scale, opt.settings.s_decay))
+        books["move_error"].append(move_error(before, after, scale, opt.scale.item()))
+    return books
+
+
+def full_tensors(engine: Any, opt: Any, *, gradients: bool = True) -> dict[str, dict[str, Tensor]]:
+    """x, delta and g of every parameter on this rank, whole."""
+    from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
+
+    tensors = {}
+    moved = opt.metrics()["mechanic/steps"] > 0
+    for name, p in engine.module.named_parameters():
+        x = full_weight(p).clone()
+        delta = safe_get_full_optimizer_state(p, "mechanic_delta") if moved else torch.zeros_like(x)
+        tensors[name] = {"x": x, "delta": delta.float().clone()}
+        if gradients:
+            tensors[name]["g"] = safe_get_full_grad(p).float().view_as(x).clone()
+    return tensors
+
+
+def expected_h(engine: Any, case: Case, tensors: dict[str, dict[str, Tensor]], scale: float, s_decay: float) -> float:
+    """From the definition, in float64, with gradients as they are after unscaling and clipping."""
+    own = {"dg": ("delta", "g"), "gg": ("g", "g"), "xx": ("x", "x"), "dx": ("delta", "x")}
+    sums = torch.zeros(4, dtype=torch.float64)
+    experts = torch.zeros(4, dtype=torch.float64)
+    for name, p in engine.module.named_parameters():
+        t = tensors[name]
+        parts = torch.stack([(t[a].double() * t[b].double()).sum() for a, b in own.values()])
+        (experts if not getattr(p, "allreduce", True) else sums).add_(parts)
+    if engine.has_moe_layers:
+        dist.all_reduce(experts)
+        sums += experts * engine.expert_parallel_group_size / dist.get_world_size()
+    loss_scale = getattr(engine.optimizer, "loss_scale", 1.0)
+    norm = sums[1].sqrt() / loss_scale
+    factor = 1 / loss_scale / (max(1.0, (norm + 1e-6) / case.clip) if case.clip else 1.0)
+    dg, gg, xx, dx = (sums * torch.tensor([factor, factor**2, 1, 1])).tolist()
+    return dg + s_decay * scale * gg**0.5 * dx / xx**0.5
+
+
+def move_error(before: Any, after: Any, scale: float, new_scale: float) -> float:
+    """x' - x = S' delta' - S delta, whatever the base did."""
+    errors = []
+    for name, old in before.items():
+        new = after[name]
+        expected = new_scale * new["delta"].double() - scale * old["delta"].double()
+        errors.append((new["x"].double() - old["x"].double() - expected).abs().max().item())
+    return max(errors)
+
+
+def run_audit(rank: int, case: Case) -> dict[str, Any]:
+    start(rank)
+    engine, opt = engine_of(case)
+    books = audit(engine, opt, case, range(case.steps))
+    books["weights"] = weights_of(engine)  # type: ignore[assignment]
+    engine.destroy()
+    return {**books, "steps": opt.metrics()["mechanic/steps"], "holder": type(engine.optimizer).__name__}
