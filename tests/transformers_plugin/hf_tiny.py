@@ -56,6 +56,7 @@ def plain_loop(
     schedule: str = "linear",
     lora: bool = False,
     dtype: str = "float64",
+    bf16: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """`mechanize` around a torch optimizer in a loop without any framework, on the batches that the Trainer saw."""
@@ -71,7 +72,8 @@ def plain_loop(
     scales, losses = [], []
     for micro_batches in batches:
         tokens = sum(x.numel() for x in micro_batches)  # the Trainer divides by all labels, the unused first ones too
-        loss = sum(model(input_ids=x, labels=x, num_items_in_batch=tokens).loss for x in micro_batches)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = sum(model(input_ids=x, labels=x, num_items_in_batch=tokens).loss for x in micro_batches)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()

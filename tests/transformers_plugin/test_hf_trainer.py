@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Muon multiplies in bf16, which not every CPU has
 @pytest.mark.parametrize("name", BASES)
 def test_every_name_is_a_plain_loop_with_its_base(tmp_path: Path, name: str) -> None:
     result = run(command_line(tmp_path, optim=f"mechanic_{name}"))
@@ -98,9 +100,8 @@ def test_every_schedule_trains(tmp_path: Path, name: str) -> None:
     result = run(command_line(tmp_path, max_steps=6, lr_scheduler_type=name, **SCHEDULE_NEEDS.get(name, {})))
     logs = result["logs"]
     assert logs[-1]["mechanic/scale"] > 0
-    for before, entry in zip(logs, logs[1:], strict=False):
-        # the lr that made the step is the one that was logged after the step before
-        assert entry["mechanic/effective_lr"] == pytest.approx(entry["mechanic/scale"] * before["learning_rate"])
+    for entry in logs:
+        assert entry["mechanic/effective_lr"] == pytest.approx(entry["mechanic/scale"] * entry["learning_rate"])
 
 
 @pytest.mark.parametrize("name", [n for n in WATCH_A_METRIC if n in {s.value for s in SchedulerType}])
@@ -139,9 +140,7 @@ def test_resuming_is_exact_and_the_state_on_disk_has_the_scale(tmp_path: Path) -
 
 def test_bf16_trains_as_autocast_does_in_a_plain_loop(tmp_path: Path) -> None:
     result = run(command_line(tmp_path, bf16=True, dtype="float32", optim="mechanic_sgd"))
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = plain_loop(by_step([result]), torch.optim.SGD, dtype="float32")
-    assert_same(result, expected, within=1e-6)
+    assert_same(result, plain_loop(by_step([result]), torch.optim.SGD, dtype="float32", bf16=True))
 
 
 def test_bf16_weights_train(tmp_path: Path) -> None:
@@ -150,6 +149,7 @@ def test_bf16_weights_train(tmp_path: Path) -> None:
     assert sum(e["loss"] for e in logs[-5:]) < sum(e["loss"] for e in logs[:5])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_torch_compile_changes_nothing(tmp_path: Path) -> None:
     argv = command_line(tmp_path, max_steps=8)
     plain, compiled = run(argv), run([*argv, "--torch_compile", "True", "--torch_compile_backend", "aot_eager"])
@@ -224,7 +224,7 @@ def test_a_replaced_optimizer_is_noticed_before_the_first_step(tmp_path: Path) -
     args = trainer_arguments(tmp_path, optim="mechanic_adamw")
     plain = torch.optim.AdamW(model.parameters(), lr=1.0)
     trainer = Trainer(model=model, args=args, train_dataset=Sequences(), optimizers=(plain, None))
-    with pytest.raises(RuntimeError, match="mechanic_adamw was asked for.*AcceleratedOptimizer around a AdamW without"):
+    with pytest.raises(RuntimeError, match="but the optimizer is a AcceleratedOptimizer around a AdamW without"):
         trainer.train()
 
 
@@ -233,7 +233,8 @@ def test_one_scale_for_each_group_is_logged_by_group(tmp_path: Path) -> None:
     assert logs[-1]["mechanic/scale/pg1"] != logs[-1]["mechanic/scale/pg2"]
 
 
-def test_the_sharded_setups_scaler_is_refused_by_accelerate_on_a_cpu(tmp_path: Path) -> None:
-    """Half precision needs a GPU in accelerate: nothing of ours can be tested here."""
-    with pytest.raises(ValueError, match="fp16"):
-        run(command_line(tmp_path, fp16=True, dtype="float32"))
+def test_fp16_trains_with_a_grad_scaler(tmp_path: Path) -> None:
+    """The scaler's first steps overflow and are skipped: the tuner must not see them."""
+    logs = run(command_line(tmp_path, fp16=True, dtype="float32", warmup_steps=0))["logs"]
+    assert all(math.isfinite(entry["loss"]) for entry in logs)
+    assert logs[-1]["mechanic/scale"] > 0
