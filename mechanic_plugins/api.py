@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from mechanic_plugins import checkpoint
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.passes import Backend, check_backend
 from mechanic_plugins.settings import Rule, Scope, Settings
 
 __all__ = ["Mechanized", "Options", "demechanize", "mechanize"]
@@ -32,6 +33,7 @@ class Options(TypedDict, total=False):
     max_scale: float | None
     group: dist.ProcessGroup | None
     sync_replicas: bool
+    backend: Backend
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,16 @@ class Mechanized:
     settings: Settings
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     sync_replicas: bool = False
+    backend: Backend = "auto"
 
     def __call__(self, params: Any, **base_kwargs: Any) -> MechanicOptimizer:
-        base = self.cls(params, **base_kwargs)
-        return MechanicOptimizer(base, self.settings, group=self.group, sync_replicas=self.sync_replicas)
+        return MechanicOptimizer(
+            self.cls(params, **base_kwargs),
+            self.settings,
+            group=self.group,
+            sync_replicas=self.sync_replicas,
+            backend=self.backend,
+        )
 
 
 @overload
@@ -67,6 +75,7 @@ def mechanize(
     max_scale: float | None = None,
     group: dist.ProcessGroup | None = None,
     sync_replicas: bool = False,
+    backend: Backend = "auto",
 ) -> MechanicOptimizer | Mechanized:
     """Wraps an optimizer so that the scale of its learning rate is learned while it trains.
 
@@ -89,6 +98,8 @@ def mechanize(
         max_scale: Never play a scale above this.
         group: The ranks that share the parameters, where that is not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
+        backend: How the passes over memory are made: "fused" (the base's update and Mechanic's in one), "triton" or
+            "foreach" (around any base). "auto" takes the first of them that works here.
 
     Raises:
         ValueError: A value is out of range, or the optimizer cannot be mechanized.
@@ -107,8 +118,9 @@ def mechanize(
         max_scale=max_scale,
     )
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        return Mechanized(optimizer, settings, group, sync_replicas)
-    return MechanicOptimizer(optimizer, settings, group=group, sync_replicas=sync_replicas)
+        check_backend(backend)
+        return Mechanized(optimizer, settings, group, sync_replicas, backend)
+    return MechanicOptimizer(optimizer, settings, group=group, sync_replicas=sync_replicas, backend=backend)
 
 
 def demechanize(optimizer: MechanicOptimizer) -> Optimizer:

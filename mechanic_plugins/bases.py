@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["check_supported", "has_state_before_step", "is_linear_in_lr", "skips_on_found_inf"]
+__all__ = [
+    "check_supported",
+    "has_state_before_step",
+    "is_linear_in_lr",
+    "skips_on_found_inf",
+    "steps_parameters_independently",
+]
 
 _LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Muon")
 """torch's optimizers whose update is lr times something that does not depend on lr. Not among them: Rprop (lr is its
@@ -29,6 +35,11 @@ def is_linear_in_lr(base: Optimizer) -> bool:
     name = f"{type(base).__module__}.{type(base).__qualname__}"
     declared = bool(getattr(type(base), "linear_in_lr", False))
     return declared or _is_torchs(base, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR
+
+
+def steps_parameters_independently(base: Optimizer) -> bool:
+    """Whether the base may be stepped in parts."""
+    return _is_torchs(base, (*_LINEAR_IN_LR, "Rprop", "Adafactor", "ASGD"))
 
 
 def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic_plugins.kernels import delta_dtype, needs_reference
 from mechanic_plugins.settings import Settings
+from mechanic_plugins.slots import delta_dtype, needs_reference
 from mechanic_plugins.tuner import TunerState, fresh
 
 __all__ = [

@@ -1,57 +1,71 @@
 """The two passes over memory that Mechanic adds to a step: the local sums, and the move.
 
-Tensors in these functions are local: a rank's own part of a parameter, never a DTensor. Low-precision weights
-(bf16, fp16) carry a reference copy in their own dtype beside a float32 delta, so that they are always the rounding
-of an exact value; wider weights need none and move by differences.
+Tensors in these functions are local: a rank's own part of a parameter, never a DTensor. On a GPU with Triton both
+passes are a launch or two for all tensors together; elsewhere, and for tensors that are not plain rows in memory, they
+are torch operations.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Slot", "delta_dtype", "local_sums", "move", "needs_reference", "restore"]
+from mechanic_plugins import multi_tensor
+from mechanic_plugins.multi_tensor import Workspace
+from mechanic_plugins.slots import Slot as Slot
+from mechanic_plugins.slots import delta_dtype, needs_reference
+
+__all__ = ["local_sums", "move", "restore"]
 
 _CHUNK = 1 << 22
 """Elements of a product that are held at once while summing (16 MB in float32)."""
 
 
-class Slot(NamedTuple):
-    """One parameter's local tensors in one step. `grad` is None where the base leaves it, `delta` before its first."""
+def local_sums(
+    slots: Sequence[Slot],
+    *,
+    maximize: bool,
+    device: torch.device,
+    workspace: Workspace | None = None,
+    norms: bool = True,
+) -> Tensor:
+    """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over the slots, in float64 on `device`.
 
-    x: Tensor
-    grad: Tensor | None
-    delta: Tensor | None
-    ref: Tensor | None
-
-
-def needs_reference(dtype: torch.dtype) -> bool:
-    """Whether weights of this dtype are too coarse to be moved by differences."""
-    return dtype in (torch.bfloat16, torch.float16)
-
-
-def delta_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 or wider."""
-    return torch.float32 if needs_reference(dtype) else dtype
-
-
-def local_sums(slots: Sequence[Slot], *, maximize: bool, device: torch.device) -> Tensor:
-    """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over the slots, in float64 on `device`."""
+    With a workspace, slots that allow it are summed by a GPU kernel; without `norms`, the last three are left 0.
+    """
+    rows, others = _split(slots, workspace)
     total = torch.zeros(5, dtype=torch.float64, device=device)
-    for slot in slots:
-        total += torch.stack(_sums_of(slot, maximize=maximize)).to(device, non_blocking=True)
+    for kind in rows:
+        assert workspace is not None
+        total += multi_tensor.sums(kind, workspace, norms=norms).to(device, non_blocking=True)
+    for slot in others:
+        total += torch.stack(_sums_of(slot)).to(device, non_blocking=True)
+    if maximize:
+        total[0].neg_()
     return total
 
 
-def _sums_of(slot: Slot, *, maximize: bool) -> list[Tensor]:
+def _split(slots: Sequence[Slot], workspace: Workspace | None) -> tuple[list[list[Slot]], list[Slot]]:
+    """Lists of one kind each for the kernels, and the rest."""
+    if workspace is None or not slots or not multi_tensor.can_run(slots[0].x.device):
+        return [], list(slots)
+    kinds, others = defaultdict(list), []
+    for slot in slots:
+        if multi_tensor.fits(slot) and multi_tensor.can_run(slot.x.device):
+            kinds[multi_tensor.kind_of(slot)].append(slot)
+        else:
+            others.append(slot)
+    return list(kinds.values()), others
+
+
+def _sums_of(slot: Slot) -> list[Tensor]:
     x, g, d = _required(slot.x), _real(slot.grad), _real(slot.delta)
     zero = torch.zeros((), dtype=_accumulator(x), device=x.device)
-    dg = zero if d is None or g is None else _dot(d, g)
     return [
-        -dg if maximize else dg,
+        zero if d is None or g is None else _dot(d, g),
         zero if g is None else _dot(g, g),
         _dot(x, x),
         zero if d is None else _dot(d, x),
@@ -62,6 +76,12 @@ def _sums_of(slot: Slot, *, maximize: bool) -> list[Tensor]:
 def _real(t: Tensor | None) -> Tensor | None:
     """Complex parameters are pairs of real ones."""
     return torch.view_as_real(t) if t is not None and t.is_complex() else t
+
+
+def _required(t: Tensor | None) -> Tensor:
+    real = _real(t)
+    assert real is not None
+    return real
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -82,16 +102,26 @@ def _accumulator(t: Tensor) -> torch.dtype:
     return torch.float32 if t.device.type == "mps" else torch.float64
 
 
-def move(slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor) -> None:
+def move(
+    slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, workspace: Workspace | None = None
+) -> Tensor | None:
     """From the base's weights to Mechanic's: x = old + (after - before) * delta + after * u; delta += u.
 
     u = x - old is what the base did. `olds` is read only, so that a caller can go back to it if anything raises.
-    All slots have a delta and share one device and dtype.
+    All slots have a delta and share one device and dtype. A kernel returns its blocks' shares of <x, x>, <d, x> and
+    <d, d> afterwards.
     """
+    if workspace is not None and multi_tensor.can_run(slots[0].x.device) and all(map(multi_tensor.fits, slots)):
+        return multi_tensor.move(slots, olds, torch.stack([before, after]), workspace)
     if needs_reference(slots[0].x.dtype):
         for slot, old in zip(slots, olds, strict=True):
             _move_rounded(slot, old, before=before.float(), after=after.float())
-        return
+    else:
+        _move_by_difference(slots, olds, before=before, after=after)
+    return None
+
+
+def _move_by_difference(slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor) -> None:
     xs, deltas = [_required(s.x) for s in slots], [_required(s.delta) for s in slots]
     olds = [_required(old) for old in olds]
     step = (after - before).to(xs[0].dtype)
@@ -101,12 +131,6 @@ def move(slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after
     for x, delta in zip(xs, deltas, strict=True):
         x.addcmul_(delta, step)  # before * u + (after - before) * (delta + u): the whole move, small beside x ...
     torch._foreach_add_(xs, olds)  # ... so that x is rounded once
-
-
-def _required(t: Tensor | None) -> Tensor:
-    real = _real(t)
-    assert real is not None
-    return real
 
 
 def _move_rounded(slot: Slot, old: Tensor, *, before: Tensor, after: Tensor) -> None:

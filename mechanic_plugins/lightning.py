@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,10 +24,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options, mechanize
+from mechanic_plugins.checkpoint import strip
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.settings import Rule, Scope
 
-__all__ = ["Mechanic"]
+__all__ = ["Mechanic", "demechanize_checkpoint"]
 
 _OLDEST = (2, 5)
 
@@ -150,6 +152,10 @@ class Mechanic(Callback):
         if self._log and not trainer.barebones:
             pl_module.log_dict(metrics(self.optimizers), on_step=True, on_epoch=False, prog_bar=self._prog_bar)
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Only for `demechanize_checkpoint`: what resuming needs is in the optimizer's state."""
+        checkpoint["mechanic"] = learned(trainer.strategy)
+
 
 # -------------------------------------------------------------------- putting Mechanic in place
 
@@ -239,6 +245,63 @@ def metrics(optimizers: Sequence[MechanicOptimizer]) -> dict[str, Tensor]:
             if optimizer.settings.scope == "group":
                 logged |= {f"mechanic/scale{suffix}/{name}": s for name, s in zip(names, scales, strict=True)}
     return logged
+
+
+# -------------------------------------------------------------------- leaving
+
+
+def demechanize_checkpoint(source: str | Path, target: str | Path) -> None:
+    """Rewrites a Trainer's checkpoint so that a Trainer without Mechanic goes on at the learned learning rates.
+
+        demechanize_checkpoint("last.ckpt", "plain.ckpt")
+        Trainer(max_epochs=20).fit(model, ckpt_path="plain.ckpt")
+
+    For checkpoints in one file. Weights and moments stay; the optimizers' learning rates, and the schedules' of torch's
+    schedulers, are multiplied by the scale.
+
+    Raises:
+        ValueError: There is no scale above 0 in the checkpoint.
+    """
+    checkpoint = torch.load(source, map_location="cpu", weights_only=True)
+    scales: dict[str, list[list[float]]] = checkpoint.pop("mechanic", {"optimizer_states": []})
+    rows = [row for row in scales["optimizer_states"] if row]
+    if not rows or min(map(min, rows)) <= 0:
+        raise ValueError(
+            f"{source} holds no learned scale above 0 (found {scales}): it was saved without the Mechanic callback, or "
+            "before the first steps. Resume from it as it is."
+        )
+    for state in checkpoint["optimizer_states"]:
+        strip(state["param_groups"], state["state"])
+    for part, entries in scales.items():
+        for state, row in zip(checkpoint[part], entries, strict=True):
+            _multiply(state, row)
+    torch.save(checkpoint, target)
+
+
+def learned(strategy: Strategy) -> dict[str, list[list[float]]]:
+    """The groups' scales, for each entry of the lists that a Trainer's checkpoint has under the same names."""
+    return {
+        "optimizer_states": [_scales_of(optimizer) for optimizer in strategy.optimizers],
+        "lr_schedulers": [_scales_of(config.scheduler.optimizer) for config in strategy.lr_scheduler_configs],
+    }
+
+
+def _scales_of(optimizer: Any) -> list[float]:
+    is_ours = isinstance(optimizer, MechanicOptimizer)
+    return optimizer.scales.tolist() if is_ours else [1.0] * len(optimizer.param_groups)
+
+
+def _multiply(state: dict[str, Any], scales: Sequence[float]) -> None:
+    """Scales the learning rates in an optimizer's or a scheduler's state."""
+    for group, scale in zip(state.get("param_groups", ()), scales, strict=False):
+        group.update({key: group[key] * scale for key in ("lr", "initial_lr", "max_lr", "min_lr") if group.get(key)})
+    for key in ("base_lrs", "_last_lr", "max_lrs", "min_lrs"):
+        if key in state:
+            state[key] = [lr * scale for lr, scale in zip(state[key], scales, strict=True)]
+    if "eta_min" in state:
+        state["eta_min"] *= max(scales)
+    for part in state.get("_schedulers", ()):
+        _multiply(part, scales)
 
 
 # -------------------------------------------------------------------- what is refused, before training starts

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic_plugins import bases, checkpoint, kernels
+from mechanic_plugins import bases, checkpoint, multi_tensor
 from mechanic_plugins.checkpoint import DELTA, PREFIX, REF, Progress
-from mechanic_plugins.kernels import Slot
+from mechanic_plugins.passes import Backend, Decision, Entry, Passes, check_backend, zeros_like
 from mechanic_plugins.settings import Settings
 from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for, refuse_unattached
+from mechanic_plugins.slots import Slot
 from mechanic_plugins.tuner import SUMS, Sums, advance, keep_where
 
 __all__ = ["MechanicOptimizer", "Tuner"]
@@ -45,31 +46,6 @@ class Tuner(NamedTuple):
     steps: Tensor
 
 
-class Entry(NamedTuple):
-    """A parameter that takes part in a step, its local tensors, and the tuner it belongs to."""
-
-    param: Tensor
-    slot: Slot
-    row: int
-    maximize: bool
-
-
-class Decision(NamedTuple):
-    """What a step will do: whether it is made, and for each tuner the scale that was and will be played."""
-
-    moves: bool | Tensor
-    before: Tensor
-    after: Tensor
-
-
-class Batch(NamedTuple):
-    """Entries that move together (one tuner, device and dtype), and their weights from before the base's step."""
-
-    entries: list[Entry]
-    row: int
-    olds: list[Tensor]
-
-
 class MechanicOptimizer(Optimizer):
     """What `mechanize` returns: build it there.
 
@@ -86,12 +62,15 @@ class MechanicOptimizer(Optimizer):
         *,
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
+        backend: Backend = "auto",
     ) -> None:
         bases.check_supported(base)
+        check_backend(backend)
         self.base = base
         self.settings = settings
         self.group = group
         self.sync_replicas = sync_replicas
+        self.backend = backend
         self._start()
         self._hold_tuner()
         self._create_eager_state()
@@ -100,7 +79,9 @@ class MechanicOptimizer(Optimizer):
         """Everything that is not state: rebuilt after unpickling."""
         self._held: dict[str, Progress | None] = {}
         self._counted: tuple[tuple[int, ...], Counting] | None = None
-        self._betas: Tensor | None = None
+        self._numbers: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
+        self._passes = Passes(self.base, self.backend)
+        self._fused = False
         self._dry_state: object = None
         self._decision: Decision | None = None
         self._last_lrs: list[Any] | None = None
@@ -164,27 +145,57 @@ class MechanicOptimizer(Optimizer):
         """Algorithm 1. A step with a gradient that is not finite, or with none at all, changes nothing."""
         closure, loss = _evaluated(closure)
         self._leave_dry_run()
-        align_gradients(self._params())
         entries = self._entries()
-        decision = self._decision
-        if decision is not None:
-            return self._play(_snapshots(entries), decision, closure, loss)
-        reduced = self._counting().reduction.start(self._local_sums(entries))
-        batches = _snapshots(entries)
-        sums = reduced()
+        self._fused = self._passes.is_fused(entries)
+        if self._decision is not None:
+            return self._play(entries, self._decision, closure, loss)
+        sums = self._counting().reduction.start(self._summed(entries))()
         if self._is_dry_run(sums):
-            return self._make_dry_run(batches)
+            return self._make_dry_run(entries)
         with _tuner_restored_on_error(self._progress):
-            return self._play(batches, self.decide(sums), closure, loss)
+            return self._play(entries, self.decide(sums), closure, loss)
 
     def decide(self, sums: Tensor) -> Decision:
         """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
+        if self._passes.workspace is not None and multi_tensor.can_run(sums.device):
+            return self._decide_on_gpu(sums)
         moves = self._is_made(sums)
         before = self._progress.tuner.played[:, 0]
         if moves is not False:
             self._note_lrs()
             self._advance_tuner(sums, moves)
         return Decision(moves, before, self._progress.tuner.played[:, 0])
+
+    def _decide_on_gpu(self, sums: Tensor) -> Decision:
+        """The same in one launch."""
+        progress = self._progress
+        hold = not self._resolve_unit() or progress.frozen
+        settings = self._constants()
+        progress.tuner, counters, scales = multi_tensor.advance(
+            progress.tuner,
+            sums,
+            torch.stack([progress.steps, progress.skipped]),
+            settings=settings,
+            betas=self._on_device(settings.betas),
+            constants=self._on_device(multi_tensor.tuner_constants(settings)),
+            hold=hold,
+        )
+        progress.steps, progress.skipped = counters.unbind()
+        before, after, made = scales.unbind(1)
+        self._note_lrs()
+        return Decision(self._made_known(made[0] > 0), before, after)
+
+    def _made_known(self, moves: Tensor) -> bool | Tensor:
+        """Whether the step is made: for a base that cannot be told on the device, by waiting for it."""
+        if moves.device.type != "cpu" and self._decides_on_device():
+            return moves
+        is_made = bool(moves)
+        if not is_made and self._progress.skipped > 0:
+            self._warn_of_skips()
+        return is_made
+
+    def _decides_on_device(self) -> bool:
+        return self._fused or bases.skips_on_found_inf(self.base, self._params())
 
     @contextmanager
     def playing(self, decision: Decision) -> Iterator[None]:
@@ -195,12 +206,10 @@ class MechanicOptimizer(Optimizer):
         finally:
             self._decision = None
 
-    def _play(self, batches: Sequence[Batch], decision: Decision, closure: Closure | None, loss: Any) -> Any:
+    def _play(self, entries: Sequence[Entry], decision: Decision, closure: Closure | None, loss: Any) -> Any:
         if decision.moves is False:
             return loss
-        with _restored_on_error(batches):
-            result = self._step_base(closure, decision.moves)
-            self._move(batches, before=decision.before, after=decision.after)
+        result = self._passes.play(entries, decision, unit=self._delta_unit(), closure=closure)
         return result if loss is None else loss
 
     def _params(self) -> list[Tensor]:
@@ -208,6 +217,8 @@ class MechanicOptimizer(Optimizer):
 
     def _entries(self) -> list[Entry]:
         """The parameters with a gradient, and those that had one before: their weights still follow the scale."""
+        weights = self._counting().weights if self._decision is None else {}
+        align_gradients(self._params())
         entries = []
         for group in self.param_groups:
             row = self._row(group)
@@ -216,8 +227,8 @@ class MechanicOptimizer(Optimizer):
                 if p.grad is None and DELTA not in known:
                     continue
                 _refuse_sparse(p)
-                tensors = (local(t) for t in (p, p.grad, known.get(DELTA), known.get(REF)))
-                entries.append(Entry(p, Slot(*tensors), row, bool(group.get("maximize"))))
+                slot = Slot(local(p), local(p.grad), local(known.get(DELTA)), local(known.get(REF)))
+                entries.append(Entry(p, group, slot, row, weights.get(id(p), 1.0)))
         return entries
 
     def _row(self, group: Group) -> int:
@@ -238,27 +249,13 @@ class MechanicOptimizer(Optimizer):
         refuse_unattached(self)
         return reduction_for(params, group=self.group, sync_replicas=self.sync_replicas)
 
-    def _local_sums(self, entries: Sequence[Entry]) -> Tensor:
-        """Five sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up."""
-        weights = self._counting().weights
-        return self._summed([(weights[id(entry.param)], entry) for entry in entries])
-
     def local_sums(self, parts: Sequence[tuple[Group, Slot]]) -> Tensor:
         """What `decide` wants, of slots that an engine put together, each with its param group and counted once."""
-        return self._summed(
-            [(1.0, Entry(slot.x, slot, self._row(group), bool(group.get("maximize")))) for group, slot in parts]
-        )
+        return self._summed([Entry(slot.x, group, slot, self._row(group), 1.0) for group, slot in parts])
 
-    def _summed(self, entries: Sequence[tuple[float, Entry]]) -> Tensor:
-        buckets = defaultdict(list)
-        for weight, entry in entries:
-            buckets[entry.row, entry.maximize, weight].append(entry.slot)
+    def _summed(self, entries: Sequence[Entry]) -> Tensor:
         tuner = self._progress.tuner
-        table = torch.zeros(len(tuner.s), len(SUMS), dtype=tuner.s.dtype, device=tuner.s.device)
-        for (row, maximize, weight), slots in buckets.items():
-            table[row] += weight * kernels.local_sums(slots, maximize=maximize, device=table.device)
-        gradients = sum(entry.slot.grad is not None for _, entry in entries)
-        return torch.cat([table.flatten(), table.new_full((1,), gradients)])
+        return self._passes.sums(entries, tuners=len(tuner.s), device=tuner.s.device)
 
     def _is_made(self, vector: Tensor) -> bool | Tensor:
         """Whether the step is made: a bool, or a tensor where the base can be told on the device.
@@ -266,45 +263,17 @@ class MechanicOptimizer(Optimizer):
         On a GPU with a base that cannot, this waits for the device: the one synchronisation of a step.
         """
         finite = vector.isfinite().all()
-        moves = finite & (vector[-1] > 0)
         progress = self._progress
         progress.skipped = progress.skipped + ~finite
-        if vector.device.type != "cpu" and bases.skips_on_found_inf(self.base, self._params()):
-            return moves
-        is_finite, is_made = torch.stack([finite, moves]).tolist()
-        if not is_finite:
-            self._warn_of_skips()
-        return bool(is_made)
+        return self._made_known(finite & (vector[-1] > 0))
 
     def _advance_tuner(self, vector: Tensor, moves: bool | Tensor) -> None:
         progress = self._progress
         progress.steps = progress.steps + moves
         if self._resolve_unit() and not progress.frozen:
-            sums = Sums.of(vector[:-1].view(-1, len(SUMS)))
-            new = advance(progress.tuner, sums, settings=self._constants(), betas=self._beta())
+            sums, settings = Sums.of(vector[:-1].view(-1, len(SUMS))), self._constants()
+            new = advance(progress.tuner, sums, settings=settings, betas=self._on_device(settings.betas))
             progress.tuner = keep_where(moves, new, progress.tuner) if isinstance(moves, Tensor) else new
-
-    def _step_base(self, closure: Closure | None, moves: bool | Tensor) -> Any:
-        with self._base_at_unit_lr(), _found_inf(self.base, moves):
-            return self.base.step() if closure is None else self.base.step(closure)
-
-    def _move(self, batches: Sequence[Batch], *, before: Tensor, after: Tensor) -> None:
-        for batch in batches:
-            slots = [self._completed(e, old) for e, old in zip(batch.entries, batch.olds, strict=True)]
-            device = slots[0].x.device
-            scales = (t[batch.row].to(device, non_blocking=True) for t in (before, after))
-            kernels.move(slots, batch.olds, before=next(scales), after=next(scales))
-
-    def _completed(self, entry: Entry, old: Tensor) -> Slot:
-        """The slot with a delta. Only now, after the base's step: bases take an empty state for a new parameter."""
-        slot, p = entry.slot, entry.param
-        if slot.delta is None:
-            delta = self.state[p][DELTA] = _zeros_like(p)
-            slot = slot._replace(delta=local(delta))
-        if slot.ref is None and kernels.needs_reference(p.dtype):
-            ref = self.state[p][REF] = torch.empty_like(p, requires_grad=False)
-            slot = slot._replace(ref=local(ref).copy_(old))
-        return slot
 
     # ---------------------------------------------------------------- units
 
@@ -326,27 +295,12 @@ class MechanicOptimizer(Optimizer):
             settings = settings.at_lr(self._progress.unit)
         return settings if settings.max_scale is None else replace(settings, max_scale=settings.max_scale * unit)
 
-    def _beta(self) -> Tensor:
-        device = self._progress.tuner.s.device
-        if self._betas is None or self._betas.device != device:
-            self._betas = torch.tensor(self.settings.betas, dtype=torch.float64, device=device)
-        return self._betas
-
-    @contextmanager
-    def _base_at_unit_lr(self) -> Iterator[None]:
-        """Steps the base at lr / unit: its update is then of order 1 and keeps its digits when read off the weights."""
-        unit = self._delta_unit()
-        if unit == 1.0:
-            yield
-            return
-        lrs = [group["lr"] for group in self.param_groups]
-        try:
-            for group, lr in zip(self.param_groups, lrs, strict=True):
-                group["lr"] = lr / unit
-            yield
-        finally:
-            for group, lr in zip(self.param_groups, lrs, strict=True):
-                group["lr"] = lr
+    def _on_device(self, numbers: Sequence[float]) -> Tensor:
+        """Constants beside the tuner, copied there once."""
+        key = tuple(numbers), self._progress.tuner.s.device
+        if key not in self._numbers:
+            self._numbers[key] = torch.tensor(key[0], dtype=torch.float64, device=key[1])
+        return self._numbers[key]
 
     def _note_lrs(self) -> None:
         """A scheduler may change the lr before somebody asks for the effective one."""
@@ -365,11 +319,10 @@ class MechanicOptimizer(Optimizer):
         lrs = [group["lr"] for group in self.param_groups if group.get("lr") is not None]
         return bool(lrs) and all(float(lr) == 0 for lr in lrs)
 
-    def _make_dry_run(self, batches: Sequence[Batch]) -> None:
+    def _make_dry_run(self, entries: Sequence[Entry]) -> None:
         self.base.step()
-        for batch in batches:
-            for entry, old in zip(batch.entries, batch.olds, strict=True):
-                self._completed(entry, old)
+        for entry in entries:
+            self._passes.completed(entry, entry.slot.x)
         self._dry_state = self.state
 
     def _leave_dry_run(self) -> None:
@@ -382,7 +335,7 @@ class MechanicOptimizer(Optimizer):
         """Bases that fill their state when built get no dry run: a load would find no place for delta."""
         for p in list(self.state):
             if self.state[p] and DELTA not in self.state[p]:
-                self.state[p][DELTA] = _zeros_like(p)
+                self.state[p][DELTA] = zeros_like(p)
 
     # ---------------------------------------------------------------- the tuner and the checkpoint
 
@@ -469,7 +422,8 @@ class MechanicOptimizer(Optimizer):
         And without `step`, which a scheduler plants on the instance, and the process group, which has no pickle.
         """
         self._write_tuner()
-        return {"base": self.base, "settings": self.settings, "sync_replicas": self.sync_replicas}
+        kept = ("base", "settings", "sync_replicas", "backend")
+        return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -569,27 +523,6 @@ def _evaluated(closure: Closure | None) -> tuple[Closure | None, Any]:
     return lambda: cached.pop() if cached else again(), loss
 
 
-def _snapshots(entries: Sequence[Entry]) -> list[Batch]:
-    kinds = defaultdict(list)
-    for entry in entries:
-        kinds[entry.row, entry.slot.x.device, entry.slot.x.dtype].append(entry)
-    return [
-        Batch(part, row, list(torch._foreach_clone([e.slot.x.detach() for e in part])))
-        for (row, _, _), part in kinds.items()
-    ]
-
-
-@contextmanager
-def _restored_on_error(batches: Sequence[Batch]) -> Iterator[None]:
-    """Nobody is left with weights half way between the base's and ours: out of memory, Ctrl-C."""
-    try:
-        yield
-    except BaseException:
-        for batch in batches:
-            kernels.restore([e.slot for e in batch.entries], batch.olds)
-        raise
-
-
 @contextmanager
 def _tuner_restored_on_error(progress: Progress) -> Iterator[None]:
     """The weights go back when the base raises: a tuner that had moved on would not fit them."""
@@ -601,26 +534,9 @@ def _tuner_restored_on_error(progress: Progress) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _found_inf(base: Any, moves: bool | Tensor) -> Iterator[None]:
-    """Tells a fused base, on the device, to leave this step out."""
-    if isinstance(moves, bool):
-        yield
-        return
-    base.found_inf = (~moves).to(torch.float32)
-    try:
-        yield
-    finally:
-        del base.found_inf
-
-
 def _peak_lr(group: Group) -> float:
     lr = group.get("initial_lr", group.get("lr"))
     return 1.0 if lr is None else float(lr)
-
-
-def _zeros_like(p: Tensor) -> Tensor:
-    return torch.zeros_like(p, dtype=kernels.delta_dtype(p.dtype), requires_grad=False)
 
 
 def _refuse_sparse(p: Tensor) -> None:

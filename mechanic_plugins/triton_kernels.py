@@ -1,0 +1,357 @@
+"""The passes over memory as GPU kernels, each one launch for any number of tensors.
+
+A table of pointers names the tensors: one int64 row for each, one column for each thing a kernel reads. A list of
+blocks says which tensor each program works on, `firsts` which block is a tensor's first. All three are built by
+`mechanic_plugins.multi_tensor`.
+
+Columns: the weights x, the gradient (0: there is none), delta, the reference (low-precision weights only), two moments
+and the step count of the base, the weights before the base's step, and the number of elements.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+X, GRAD, DELTA, REF, MOMENT1, MOMENT2, STEP, OLD, NUMEL, COLUMNS = range(10)
+
+_X = tl.constexpr(X)
+_GRAD = tl.constexpr(GRAD)
+_DELTA = tl.constexpr(DELTA)
+_REF = tl.constexpr(REF)
+_MOMENT1 = tl.constexpr(MOMENT1)
+_MOMENT2 = tl.constexpr(MOMENT2)
+_STEP = tl.constexpr(STEP)
+_OLD = tl.constexpr(OLD)
+_NUMEL = tl.constexpr(NUMEL)
+_COLUMNS = tl.constexpr(COLUMNS)
+
+
+@triton.jit
+def _pointer(row, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    address = tl.load(row + COLUMN)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    pointer = address.to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _place(table, blocks, firsts, block, SIZE: tl.constexpr):
+    """The table's row of a block's tensor, and the elements the block covers."""
+    index = tl.load(blocks + block)
+    row = table + index.to(tl.int64) * _COLUMNS
+    offset = (block - tl.load(firsts + index)) * SIZE
+    return row, offset + tl.arange(0, SIZE), tl.load(row + _NUMEL)
+
+
+@triton.jit
+def sums_kernel(
+    table, blocks, firsts, out, count, xtype: tl.constexpr, gtype: tl.constexpr, dtype: tl.constexpr, acc: tl.constexpr,
+    NORMS: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """<d, g>, <g, g> and, with NORMS, <x, x>, <d, x>, <d, d>: five partial sums for each program."""
+    program = tl.program_id(0)
+    dg = tl.zeros([SIZE], acc)
+    gg = tl.zeros([SIZE], acc)
+    xx = tl.zeros([SIZE], acc)
+    dx = tl.zeros([SIZE], acc)
+    dd = tl.zeros([SIZE], acc)
+    for block in range(program, count, tl.num_programs(0)):
+        row, at, numel = _place(table, blocks, firsts, block, SIZE)
+        mask = at < numel
+        has_gradient = tl.load(row + _GRAD) != 0
+        d = tl.load(_pointer(row, _DELTA, dtype, ALIGNED) + at, mask, 0.0).to(acc)
+        g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, mask & has_gradient, 0.0).to(acc)
+        dg += d * g
+        gg += g * g
+        if NORMS:
+            x = tl.load(_pointer(row, _X, xtype, ALIGNED) + at, mask, 0.0).to(acc)
+            xx += x * x
+            dx += d * x
+            dd += d * d
+    out += program * 5
+    tl.store(out + 0, tl.sum(dg))
+    tl.store(out + 1, tl.sum(gg))
+    if NORMS:
+        tl.store(out + 2, tl.sum(xx))
+        tl.store(out + 3, tl.sum(dx))
+        tl.store(out + 4, tl.sum(dd))
+
+
+@triton.jit
+def _played(row, at, mask, x, d, u, before, after, xtype: tl.constexpr, LOW: tl.constexpr, ALIGNED: tl.constexpr):
+    """The next weights. Low-precision ones are the rounding of ref + scale * delta; the rest move by differences."""
+    if LOW:
+        pointer = _pointer(row, _REF, xtype, ALIGNED) + at
+        ref = tl.load(pointer, mask, 0.0).to(tl.float32)
+        moved_outside = x != (ref + before * d).to(xtype).to(tl.float32)
+        ref = tl.where(moved_outside, x - before * d, ref).to(xtype).to(tl.float32)
+        tl.store(pointer, ref.to(xtype), mask)
+        played = ref + after * (d + u)
+    else:
+        played = x + ((after - before) * d + after * u)
+    return played
+
+
+@triton.jit
+def _write_norms(out, block, x, d, mask, acc: tl.constexpr):
+    """The next step's <x, x>, <d, x>, <d, d>, while both are in registers."""
+    x = tl.where(mask, x, 0.0).to(acc)
+    d = tl.where(mask, d, 0.0).to(acc)
+    tl.store(out + block * 3 + 0, tl.sum(x * x))
+    tl.store(out + block * 3 + 1, tl.sum(d * x))
+    tl.store(out + block * 3 + 2, tl.sum(d * d))
+
+
+@triton.jit
+def move_kernel(
+    table, blocks, firsts, scales, norms, xtype: tl.constexpr, dtype: tl.constexpr, acc: tl.constexpr,
+    LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """After any base's step: from its weights to Mechanic's."""
+    block = tl.program_id(0).to(tl.int64)
+    before = tl.load(scales + 0).to(acc)
+    after = tl.load(scales + 1).to(acc)
+    row, at, numel = _place(table, blocks, firsts, block, SIZE)
+    mask = at < numel
+    place = _pointer(row, _X, xtype, ALIGNED) + at
+    old = tl.load(_pointer(row, _OLD, xtype, ALIGNED) + at, mask, 0.0).to(acc)
+    u = tl.load(place, mask, 0.0).to(acc) - old
+    delta = _pointer(row, _DELTA, dtype, ALIGNED) + at
+    d = tl.load(delta, mask, 0.0).to(acc)
+    x = _played(row, at, mask, old, d, u, before, after, xtype, LOW, ALIGNED).to(xtype)
+    tl.store(place, x, mask)
+    tl.store(delta, d + u, mask)
+    _write_norms(norms, block, x, d + u, mask, acc)
+
+
+@triton.jit
+def adam_steps_kernel(table, count, scales, constants, corrections, SIZE: tl.constexpr):
+    """Counts the step, where it is made, and takes Adam's bias corrections in float64."""
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = index < count
+    row = table + index.to(tl.int64) * _COLUMNS
+    used = inside & (tl.load(row + _GRAD, inside, 0) != 0)
+    pointer = tl.load(row + _STEP, used, 0).to(tl.pointer_type(tl.float32))
+    step = tl.load(pointer, used, 0.0) + tl.load(scales + 2).to(tl.float32)
+    tl.store(pointer, step, used)
+    exponent = tl.maximum(step, 1.0).to(tl.float64)
+    first = 1.0 - tl.exp(exponent * tl.load(constants + 0))
+    second = tl.sqrt(1.0 - tl.exp(exponent * tl.load(constants + 1)))
+    tl.store(corrections + index * 2, first.to(tl.float32), inside)
+    tl.store(corrections + index * 2 + 1, second.to(tl.float32), inside)
+
+
+@triton.jit
+def _adam(row, at, mask, index, x, g, corrections, lr, wd, beta1, beta2, eps, mtype: tl.constexpr,
+          DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    place1 = _pointer(row, _MOMENT1, mtype, ALIGNED) + at
+    place2 = _pointer(row, _MOMENT2, mtype, ALIGNED) + at
+    first = tl.load(place1, mask, 0.0).to(tl.float32)
+    second = tl.load(place2, mask, 0.0).to(tl.float32)
+    if not DECOUPLED:
+        g += wd * x
+    first = first + (1.0 - beta1) * (g - first)
+    second = beta2 * second + (1.0 - beta2) * g * g
+    tl.store(place1, first.to(mtype), mask)
+    tl.store(place2, second.to(mtype), mask)
+    correction1 = tl.load(corrections + index * 2)
+    correction2 = tl.load(corrections + index * 2 + 1)
+    u = -(lr / correction1) * first / (tl.sqrt(second) / correction2 + eps)
+    if DECOUPLED:
+        u -= lr * wd * x
+    return u
+
+
+@triton.jit
+def _sgd(row, at, mask, x, g, lr, wd, momentum, mtype: tl.constexpr, MOMENTUM: tl.constexpr,
+         NESTEROV: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    g += wd * x
+    if MOMENTUM:
+        place = _pointer(row, _MOMENT1, mtype, ALIGNED) + at
+        buffer = tl.load(place, mask, 0.0).to(tl.float32)
+        buffer = momentum * buffer + g
+        tl.store(place, buffer.to(mtype), mask)
+        if NESTEROV:
+            g += momentum * buffer
+        else:
+            g = buffer
+    return -lr * g
+
+
+@triton.jit
+def _lion(row, at, mask, x, g, lr, wd, beta1, beta2, mtype: tl.constexpr, ALIGNED: tl.constexpr):
+    place = _pointer(row, _MOMENT1, mtype, ALIGNED) + at
+    average = tl.load(place, mask, 0.0).to(tl.float32)
+    direction = average + (1.0 - beta1) * (g - average)
+    average = average + (1.0 - beta2) * (g - average)
+    tl.store(place, average.to(mtype), mask)
+    sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, 0.0))
+    return -lr * (sign + wd * x)
+
+
+@triton.jit
+def fused_kernel(
+    table, blocks, firsts, scales, norms, corrections, lr, lr_factor, wd, a, b, c, LR_IS_TENSOR: tl.constexpr,
+    KIND: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+    xtype: tl.constexpr, gtype: tl.constexpr, dtype: tl.constexpr, mtype: tl.constexpr,
+    LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The base's update and Mechanic's move in one pass. a, b and c are the base's own constants."""
+    if tl.load(scales + 2) == 0:  # a gradient somewhere is not finite: nothing is touched
+        return
+    before = tl.load(scales + 0).to(tl.float32)
+    after = tl.load(scales + 1)
+    step = (after - tl.load(scales + 0)).to(tl.float32)
+    after = after.to(tl.float32)
+    if LR_IS_TENSOR:
+        lr = tl.load(lr).to(tl.float32) * lr_factor
+    block = tl.program_id(0).to(tl.int64)
+    row, at, numel = _place(table, blocks, firsts, block, SIZE)
+    mask = at < numel
+    place = _pointer(row, _X, xtype, ALIGNED) + at
+    delta = _pointer(row, _DELTA, dtype, ALIGNED) + at
+    x = tl.load(place, mask, 0.0).to(tl.float32)
+    d = tl.load(delta, mask, 0.0)
+    has_gradient = tl.load(row + _GRAD) != 0
+    used = mask & has_gradient
+    g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, used, 0.0).to(tl.float32)
+    if MAXIMIZE:
+        g = -g
+    index = tl.load(blocks + block)
+    if KIND == 0:
+        u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, False, ALIGNED)
+    elif KIND == 1:
+        u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, True, ALIGNED)
+    elif KIND == 2:
+        u = _sgd(row, at, used, x, g, lr, wd, a, mtype, MOMENTUM, NESTEROV, ALIGNED)
+    else:
+        u = _lion(row, at, used, x, g, lr, wd, a, b, mtype, ALIGNED)
+    u = tl.where(has_gradient, u, 0.0)
+    if LOW:
+        x = _played(row, at, mask, x, d, u, before, after, xtype, LOW, ALIGNED).to(xtype)
+    else:
+        x = x + (step * d + after * u)
+    tl.store(place, x, mask)
+    tl.store(delta, d + u, mask)
+    _write_norms(norms, block, x, d + u, mask, tl.float32)
+
+
+@triton.jit
+def tuner_kernel(
+    sums, old, new, betas, constants, counters, new_counters, scales, tuners,
+    RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
+    NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """`mechanic_plugins.tuner.advance` for one tuner a program, and whether the step is made, in one launch.
+
+    A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played and h. `counters` holds steps and
+    skipped. `scales` gets, for each tuner, before, after and whether the step is made.
+    """
+    program = tl.program_id(0)
+    every = tl.arange(0, NUMBERS)
+    seen = tl.load(sums + every, every < tuners * 5 + 1, 0.0)
+    is_finite = tl.sum(tl.where(seen - seen == 0, 0, 1)) == 0
+    made = is_finite & (tl.load(sums + tuners * 5) > 0)
+    if program == 0:
+        tl.store(new_counters + 0, tl.load(counters + 0) + tl.where(made, 1.0, 0.0))
+        tl.store(new_counters + 1, tl.load(counters + 1) + tl.where(is_finite, 0.0, 1.0))
+    width: tl.constexpr = 6 * n + 3
+    old += program * width
+    new += program * width
+    scales += program * 3
+    lane = tl.arange(0, N)
+    inside = lane < n
+    s = tl.load(old + lane, inside, 0.0)
+    r = tl.load(old + n + lane, inside, 0.0)
+    m = tl.load(old + 2 * n + lane, inside, 0.0)
+    v = tl.load(old + 3 * n + lane, inside, 0.0)
+    q = tl.load(old + 4 * n + lane, inside, 0.0)
+    w0 = tl.load(old + 5 * n + lane, inside, 0.0)
+    s_init = tl.load(old + 6 * n)
+    played = tl.load(old + 6 * n + 1)
+    last_h = tl.load(old + 6 * n + 2)
+    beta = tl.load(betas + lane, inside, 0.5)
+    s_decay = tl.load(constants + 0)
+    eps = tl.load(constants + 1)
+    sums += program * 5
+    dg = tl.load(sums)
+    gg = tl.load(sums + 1)
+    xx = tl.load(sums + 2)
+    dx = tl.load(sums + 3)
+    dd = tl.load(sums + 4)
+
+    h = dg + s_decay * played * tl.sqrt(gg) * tl.where(xx > 0, dx / tl.sqrt(tl.where(xx > 0, xx, 1.0)), 0.0)
+    if AUTO:
+        measured = tl.load(constants + 2) * (1.0 + tl.sqrt(xx)) / tl.sqrt(tl.where(dd > 0, dd, 1.0))
+        new_init = tl.where(s_init > 0, s_init, tl.where(dd > 0, measured, 0.0))
+    else:
+        new_init = tl.load(constants + 2) + tl.zeros_like(s_init)
+    total = tl.sum(s)
+    bet = s
+    if SMOOTHING:
+        bet = s * tl.where(total > 0, played / tl.where(total > 0, total, 1.0), 1.0)
+
+    size = tl.abs(h)
+    rewarded = h + tl.zeros_like(m)
+    if RULE == 2 or RULE == 3:  # optax, theory
+        rewarded = tl.minimum(tl.maximum(rewarded, -m), m)
+    if RULE == 0 or RULE == 3:  # paper, theory
+        new_m = tl.maximum(beta * m, size)
+    else:
+        new_m = tl.maximum(beta * m, size + eps)
+    new_r = beta * r - bet * rewarded
+    if RULE == 0:
+        new_r = tl.maximum(new_r, 0.0)
+    if RULE == 3:
+        new_v = beta * beta * v + rewarded * rewarded
+        new_q = beta * q - rewarded
+        new_w0 = tl.where(w0 > 0, w0, new_init * new_m / n)
+        root = tl.sqrt(4.0 * new_m * new_m + new_v)
+        share = tl.minimum(tl.maximum(new_q / tl.where(root > 0, root, 1.0), 0.0), 1.0)
+        wealth = (new_w0 + new_r) * share
+        new_s = tl.where(new_m > 0, wealth / (root + eps), 0.0)
+    else:
+        new_v = beta * beta * v + h * h
+        new_q = q
+        new_w0 = w0
+        wealth = new_init * new_m / n + tl.maximum(new_r, 0.0)
+        divisor = tl.sqrt(new_v) + eps
+        new_s = wealth / tl.where(divisor > 0, divisor, 1.0)
+        if RULE == 0:
+            new_s = tl.where(new_v > 0, new_s, 0.0)
+    new_s = tl.where(inside, new_s, 0.0)
+    if CAPPED:
+        sum_of_s = tl.sum(new_s)
+        cap = tl.load(constants + 3)
+        new_s = new_s * tl.where(sum_of_s > cap, cap / tl.where(sum_of_s > 0, sum_of_s, 1.0), 1.0)
+    next_total = tl.sum(new_s)
+    next_played = next_total
+    if SMOOTHING:
+        c = tl.load(constants + 4)
+        one = tl.zeros_like(played) + 1.0
+        average = tl.exp(
+            c * tl.log(tl.where(played > 0, played, one))
+            + (1.0 - c) * tl.log(tl.where(next_total > 0, next_total, one))
+        )
+        average = tl.where(next_total > 0, average, 0.0)
+        next_played = tl.where(played > 0, average, next_total)
+
+    keep = made
+    if FROZEN:
+        keep = made & False
+    tl.store(new + lane, tl.where(keep, new_s, s), inside)
+    tl.store(new + n + lane, tl.where(keep, new_r, r), inside)
+    tl.store(new + 2 * n + lane, tl.where(keep, new_m, m), inside)
+    tl.store(new + 3 * n + lane, tl.where(keep, new_v, v), inside)
+    tl.store(new + 4 * n + lane, tl.where(keep, new_q, q), inside)
+    tl.store(new + 5 * n + lane, tl.where(keep, new_w0, w0), inside)
+    tl.store(new + 6 * n, tl.where(keep, new_init, s_init))
+    tl.store(new + 6 * n + 1, tl.where(keep, next_played, played))
+    tl.store(new + 6 * n + 2, tl.where(keep, h, last_h))
+    tl.store(scales + 0, played)
+    tl.store(scales + 1, tl.where(keep, next_played, played))
+    tl.store(scales + 2, tl.where(made, 1.0, 0.0).to(tl.float64))
