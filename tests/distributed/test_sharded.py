@@ -1,0 +1,209 @@
+"""A sharded run equals the unsharded one on the same global batch, in h as well as in the weights.
+
+The scale alone cannot see double counting: it does not change when h is scaled.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comparing import assert_all_close, distance
+from ranks import Ranks
+from setups import SETUPS, Run, full, make_net
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.reduction import Identity
+from mechanic_plugins.sharding import Counting
+
+STEPS = 30
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
+BASES = ("adamw", "sgd")
+
+# name, ranks, even sizes, collectives a step
+CASES = [
+    ("ddp", 2, False, 0),
+    ("fsdp2", 2, False, 1),
+    ("fsdp2", 4, True, 1),
+    ("fsdp2", 4, False, 1),  # the head's 3 rows leave the last rank with none
+    ("fsdp2_ignored", 2, False, 1),
+    ("hsdp", 4, False, 1),
+    ("mixed_meshes", 4, False, 1),
+    ("tp", 2, True, 1),
+    ("tp", 4, True, 1),
+    ("sequence_parallel", 2, True, 1),
+    ("fsdp2_tp", 4, True, 1),
+    ("ddp_tp", 4, True, 1),
+    ("fsdp1_full_shard_original", 2, False, 1),
+    ("fsdp1_full_shard_flat", 2, False, 1),
+    ("fsdp1_full_shard_original", 4, False, 1),
+    ("fsdp1_shard_grad_op_original", 2, False, 1),
+    ("fsdp1_shard_grad_op_flat", 2, False, 1),
+    ("fsdp1_hybrid_shard_original", 4, False, 1),
+    ("fsdp1_hybrid_shard_flat", 4, False, 1),
+    ("fsdp1_no_shard_original", 2, False, 0),
+    ("fsdp1_no_shard_flat", 2, False, 0),
+]
+
+
+def train(rank: int, name: str, options: dict[str, Any], loop: dict[str, Any]) -> dict[str, Any]:
+    run = Run.start(name, **options)
+    run.train(0, STEPS, **loop)
+    return run.result()
+
+
+def train_many(rank: int, name: str, runs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [train(rank, name, options, loop) for options, loop in runs]
+
+
+_ALONE: dict[str, dict[str, Any]] = {}
+
+
+def alone(options: dict[str, Any], loop: dict[str, Any]) -> dict[str, Any]:
+    key = repr((sorted(options.items()), sorted(loop.items())))
+    if key not in _ALONE:
+        _ALONE[key] = train(0, "alone", options, loop)
+    return _ALONE[key]
+
+
+@pytest.mark.parametrize(("name", "world", "even", "collectives"), CASES, ids=lambda v: str(v))
+def test_sharded_equals_alone(
+    ranks: Callable[[int], Ranks], name: str, world: int, even: bool, collectives: int
+) -> None:
+    variants = [{"base": base, "dtype": dtype, "even": even} for base in BASES for dtype in TOLERANCE]
+    results = ranks(world)(train_many, name, [(options, {}) for options in variants])
+    for index, options in enumerate(variants):
+        mine = [rank[index] for rank in results]
+        assert set(mine[0]["collectives"]) == {collectives}
+        assert_all_close(mine, alone(options, {}), tolerance=TOLERANCE[str(options["dtype"])])
+
+
+def train_broken(rank: int, name: str, how: str) -> dict[str, Any]:
+    run = Run.start(name, even=name == "tp")
+    right = run.optimizer._counting()
+    reduction = Identity() if how == "no reduction" else right.reduction
+    wrong = Counting(reduction, dict.fromkeys(right.weights, 1.0))
+    run.optimizer.count = lambda params: wrong
+    run.optimizer._counted = None
+    run.train(0, STEPS)
+    return run.result()
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "how"),
+    [("fsdp2", 2, "no reduction"), ("hsdp", 4, "no reduction"), ("hsdp", 4, "weights 1"), ("tp", 2, "weights 1")],
+)
+def test_wrong_counting_is_seen(ranks: Callable[[int], Ranks], name: str, world: int, how: str) -> None:
+    """Without the reduction, or with every weight 1, the comparison above must fail: else it proves nothing."""
+    even = name == "tp"
+    results = ranks(world)(train_broken, name, how)
+    expected = alone({"base": "adamw", "dtype": "float64", "even": even}, {})
+    with pytest.raises(AssertionError):
+        assert_all_close(results, expected, tolerance=TOLERANCE["float64"])
+
+
+LOOPS: list[tuple[str, int, dict[str, Any]]] = [
+    (name, world, loop)
+    for name, world in (("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("fsdp1_full_shard_original", 2))
+    for loop in ({"accumulate": 2}, {"clip": 0.1})
+]
+
+
+@pytest.mark.parametrize(("name", "world", "loop"), LOOPS, ids=lambda v: str(v))
+def test_accumulation_and_clipping(ranks: Callable[[int], Ranks], name: str, world: int, loop: dict[str, Any]) -> None:
+    options = {"base": "adamw", "dtype": "float64"}
+    results = ranks(world)(train, name, options, loop)
+    assert_all_close(results, alone(options, loop), tolerance=TOLERANCE["float64"])
+
+
+def test_groups_share_one_collective(ranks: Callable[[int], Ranks]) -> None:
+    """With a tuner for each param group, all their sums travel together."""
+    results = ranks(2)(train_groups, "fsdp2")
+    assert set(results[0]["collectives"]) == {1}
+    assert_all_close(results, train_groups(0, "alone"), tolerance=TOLERANCE["float64"])
+
+
+def train_groups(rank: int, name: str) -> dict[str, Any]:
+    setup = SETUPS[name](make_net(even=False, dtype=torch.float64))
+    params = list(setup.model.parameters())
+    base = torch.optim.AdamW([{"params": params[::2]}, {"params": params[1::2], "lr": 1e-3}], lr=1e-2)
+    run = Run(setup, mechanize(base, scope="group", s_init=1e-3), even=False, dtype=torch.float64)
+    run.train(0, STEPS)
+    return run.result()
+
+
+def train_and_recompute(rank: int, name: str, dtype: str, lose_gradients_on: int | None) -> list[tuple[float, float]]:
+    """h as the optimizer saw it, and from the gathered tensors by its definition."""
+    run = Run.start(name, dtype=dtype)
+    pairs = []
+    for step in range(6):
+        run.backward(step)
+        if rank == lose_gradients_on:
+            run.optimizer.zero_grad()
+        expected = _h_from_full_tensors(run)
+        run.step()
+        pairs.append((run.hs[-1], expected))
+    return pairs
+
+
+def _h_from_full_tensors(run: Run) -> float:
+    opt = run.optimizer
+    d, g, x = [], [], []
+    for p in run.setup.model.parameters():
+        grad = p.grad if p.grad is not None else torch.zeros_like(p)
+        delta = opt.state.get(p, {}).get("mechanic_delta", torch.zeros_like(p))
+        for total, t in ((d, delta), (g, grad), (x, p.detach())):
+            total.append(full(t).double().flatten())
+    delta, grad, weights = torch.cat(d), torch.cat(g), torch.cat(x)
+    lr = opt.param_groups[0]["lr"]
+    decay = 0.01 * opt.scale.item() * lr * grad.norm() * (delta @ weights) / weights.norm()
+    return ((delta @ grad + decay) * lr).item()
+
+
+def test_mixed_precision_policy(ranks: Callable[[int], Ranks]) -> None:
+    """bf16 compute over float32 shards has no unsharded twin: h is checked against its definition, step by step."""
+    for pairs in ranks(2)(train_and_recompute, "fsdp2_bf16", "float32", None):
+        seen, expected = zip(*pairs, strict=True)
+        assert distance(seen, expected) < 1e-6
+        assert any(h != 0 for h in seen)
+
+
+def test_a_rank_without_any_gradient_still_takes_part(ranks: Callable[[int], Ranks]) -> None:
+    """Prodigy and D-Adaptation hang here: they enter the collective only where there is a gradient."""
+    for pairs in ranks(2)(train_and_recompute, "fsdp2", "float64", 1):
+        seen, expected = zip(*pairs, strict=True)
+        assert distance(seen, expected) < 1e-12
+        assert any(h != 0 for h in seen)
+
+
+def train_averaged(rank: int) -> dict[str, Any]:
+    run = Run.start("ddp", sync_replicas=True)
+    run.train(0, STEPS)
+    return run.result()
+
+
+def test_sync_replicas_averages_over_ddp(ranks: Callable[[int], Ranks]) -> None:
+    results = ranks(2)(train_averaged)
+    assert set(results[0]["collectives"]) == {1}
+    assert_all_close(results, alone({"base": "adamw", "dtype": "float64", "even": False}, {}), tolerance=1e-12)
+
+
+def skip_together(rank: int) -> dict[str, Any]:
+    run = Run.start("fsdp2")
+    run.train(0, 3)
+    before = run.weights()
+    run.backward(3)
+    if rank == 1:
+        next(p for p in run.setup.model.parameters()).grad.to_local()[0] = math.nan  # type: ignore[union-attr]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.step()
+    return {"same": run.weights() == before, "skipped": run.optimizer.metrics()["mechanic/skipped_steps"]}
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2)(skip_together) == [{"same": True, "skipped": 1.0}] * 2
