@@ -1,0 +1,163 @@
+"""The house has floors, and imports point down only."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mechanic_plugins
+from mechanic_plugins import MechanicOptimizer
+
+PACKAGE = Path(mechanic_plugins.__file__).parent
+
+# From the ground up. A module imports from lower floors only, never from its own.
+FLOORS = [
+    {"settings"},
+    {"tuner"},
+    {"slots"},
+    {"triton_kernels"},
+    {"multi_tensor"},
+    {"kernels"},
+    {"reduction"},
+    {"sharding"},
+    {"lion", "muon"},  # optimizers to wrap, which torch has not
+    {"fused"},
+    {"bases", "checkpoint"},
+    {"passes"},
+    {"optimizer"},
+    {"api"},
+    {"__init__"},
+    {"names", "optim_args"},
+    {"deepspeed", "lightning"},
+    {"accelerate", "ds_to_universal"},
+    {"transformers"},
+    {"hook"},
+    {"bench", "cli", "demo", "doctor", "run"},
+    {"__main__"},
+]
+FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
+
+FRAMEWORKS = [
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "lightning",
+    "matplotlib",
+    "numpy.testing",
+    "peft",
+    "pytorch_lightning",
+    "scipy",
+    "sklearn",
+    "tqdm",
+    "transformers",
+    "triton",
+]
+
+
+def imported_by(module: str) -> set[str]:
+    """The package's own modules that this one imports, anywhere in its text."""
+    found = set()
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "mechanic_plugins":
+            found |= {alias.name if alias.name in MODULES else "__init__" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mechanic_plugins."):
+            found.add(str(node.module).split(".")[1])
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            found |= {[*name, "__init__"][1] for name in names if name[0] == "mechanic_plugins"}
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    assert module in FLOOR_OF, f"{module}.py has no floor yet: give it one"
+    up = {name for name in imported_by(module) if FLOOR_OF[name] >= FLOOR_OF[module]}
+    assert not up, f"{module}.py stands on floor {FLOOR_OF[module]} and imports {sorted(up)} from there or above"
+
+
+def test_no_relative_imports_hide_from_the_test_above() -> None:
+    relative = [
+        module
+        for module in MODULES
+        for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not relative
+
+
+def test_the_maths_knows_no_optimizer_and_no_distribution() -> None:
+    for module in ("settings", "tuner"):
+        tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+        names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        names |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+        assert not [name for name in names if str(name).startswith(("torch.distributed", "torch.optim"))]
+
+
+def test_importing_and_training_load_no_framework() -> None:
+    """A second of start-up for each, and a broken one must not break those who do not use it."""
+    program = """
+import json, sys
+import torch
+
+p = torch.ones(3, requires_grad=True)
+
+def train(opt):
+    for _ in range(3):
+        p.grad = p.detach().clone()
+        opt.step()
+    opt.load_state_dict(opt.state_dict())
+
+train(torch.optim.AdamW([p]))  # torch loads triton by itself in the first step
+before = set(sys.modules)
+import mechanic_plugins
+train(mechanic_plugins.mechanize(torch.optim.AdamW([p])))
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
+    loaded = json.loads(run.stdout)
+    assert "mechanic_plugins.optimizer" in loaded
+    assert not [name for name in loaded if name in FRAMEWORKS or name.split(".")[0] in FRAMEWORKS]
+
+
+OVERRIDES = ["step", "state_dict", "load_state_dict", "add_param_group", "zero_grad"]
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_overrides_keep_torchs_parameter_names(name: str) -> None:
+    """torch.distributed.checkpoint calls load_state_dict(state_dict=...): another name is a TypeError there."""
+    torchs = inspect.signature(getattr(torch.optim.Optimizer, name)).parameters
+    ours = inspect.signature(getattr(MechanicOptimizer, name)).parameters
+    assert [(p.name, p.kind, p.default) for p in torchs.values()] == [
+        (p.name, p.kind, p.default) for p in ours.values()
+    ]
+
+
+def test_torch_has_no_method_that_reaches_past_the_wrapper() -> None:
+    """What we do not override must live with delegated groups and state: a new method of torch is to be looked at."""
+    known = {"OptimizerPreHook", "OptimizerPostHook", "profile_hook_step"} | {
+        f"register_{what}_hook"
+        for what in (
+            "step_pre",
+            "step_post",
+            "state_dict_pre",
+            "state_dict_post",
+            "load_state_dict_pre",
+            "load_state_dict_post",
+        )
+    }
+    public = {name for name in vars(torch.optim.Optimizer) if not name.startswith("_")}
+    assert public - known == set(OVERRIDES)
+
+
+def test_the_base_is_never_an_attribute_called_optimizer() -> None:
+    """Lightning's LearningRateMonitor unwraps that name."""
+    opt = mechanic_plugins.mechanize(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+    assert not hasattr(opt, "optimizer")
