@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options, mechanize
-from mechanic_plugins.checkpoint import strip
+from mechanic_plugins.checkpoint import DELTA, strip
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.settings import Rule, Scope
 
@@ -140,6 +140,12 @@ class Mechanic(Callback):
             check_strategy(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The optimizers exist, and no state was loaded into them yet."""
+        self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
+        if _is_a(trainer.strategy, ("ModelParallelStrategy",)):
+            load_plain_checkpoints_without_mechanic(trainer.strategy)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -175,6 +181,41 @@ def attach(strategy: Strategy, options: Options, *, known: Sequence[MechanicOpti
     for config in strategy.lr_scheduler_configs:
         _lead_to_wrapper(config.scheduler, ours)
     return ours
+
+
+def load_plain_checkpoints_without_mechanic(strategy: Strategy) -> None:
+    """Torch refuses a sharded checkpoint that lacks an entry which the optimizer has: hand it the base for the load."""
+    load = type(strategy).load_checkpoint
+
+    def load_checkpoint(checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        if is_sharded_without_mechanic(checkpoint_path):
+            detach(strategy)
+        return load(strategy, checkpoint_path, *args, **kwargs)
+
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign]
+
+
+def detach(strategy: Strategy) -> None:
+    """Puts the bases back, without a trace of Mechanic. `attach` starts it anew."""
+    ours = [optimizer for optimizer in strategy.optimizers if isinstance(optimizer, MechanicOptimizer)]
+    for optimizer in ours:
+        strip(optimizer.param_groups, optimizer.state)
+    strategy.optimizers = [getattr(o, "base", o) if o in ours else o for o in strategy.optimizers]
+
+
+def is_sharded_without_mechanic(path: str | Path) -> bool:
+    """Whether this is a folder of torch.distributed.checkpoint that was saved without Mechanic; says so."""
+    if not (Path(path) / ".metadata").is_file():
+        return False
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if any(DELTA in key for key in FileSystemReader(path).read_metadata().state_dict_metadata):
+        return False
+    rank_zero_warn(
+        f"{path} has no Mechanic in it: the optimizer's moments are kept, and the scale is learned anew from the "
+        "loaded weights."
+    )
+    return True
 
 
 def _mechanized(optimizer: Any, options: Options, known: Sequence[MechanicOptimizer]) -> Optimizer:

@@ -1,0 +1,162 @@
+"""What a rank runs: a Trainer under each strategy, on ranks that live longer than the Trainer does."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning_helpers import BATCH, lightning_of, loader, module, trainer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullOptimStateDictConfig, FullStateDictConfig, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 (what torch's own documents call it)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler
+
+from mechanic_plugins.lightning import Mechanic
+
+Result = dict[str, Any]
+
+OPTIONS: dict[str, Any] = {"s_init": 0.01}
+"""A start that moves the weights by a tenth in these few steps: what does not move cannot differ."""
+
+
+def environment(pl: ModuleType, rank: int) -> Any:
+    """These ranks are there already, in one process group: Lightning has nothing to launch and no port to choose."""
+
+    environments = lightning_of(f"{pl.__name__}.plugins.environments")
+
+    class Kept(environments.LightningEnvironment):  # type: ignore[name-defined, misc]
+        creates_processes_externally = True
+
+        def world_size(self) -> int:
+            return dist.get_world_size()
+
+        def global_rank(self) -> int:
+            return rank
+
+        def local_rank(self) -> int:
+            return rank
+
+        def set_world_size(self, size: int) -> None: ...
+
+        def set_global_rank(self, rank: int) -> None: ...
+
+    return Kept()
+
+
+def shard(self: Any) -> None:
+    if not isinstance(self.net[0], FSDPModule):
+        for layer in (self.net[0], self.net[2], self.net):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+def split(self: Any) -> None:
+    parallelize_module(self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def fsdp_on_cpu(pl: ModuleType, **kwargs: Any) -> Any:
+    """FSDPStrategy, which Lightning refuses on a CPU by its exact type."""
+
+    class OnCPU(pl.strategies.FSDPStrategy):  # type: ignore[name-defined, misc]
+        def _setup_model(self, model: nn.Module) -> Any:
+            original = FSDP.__init__
+
+            def init(me: Any, *args: Any, **kwargs: Any) -> None:
+                original(me, *args, **{**kwargs, "device_id": torch.device("cpu")})
+
+            with mock.patch.object(FSDP, "__init__", init):
+                return super()._setup_model(model)
+
+    lightning_of(pl.strategies.FSDPStrategy.__module__)._get_full_state_dict_context = _full_state_dicts
+    return OnCPU(auto_wrap_policy={nn.Linear}, **kwargs)
+
+
+def strategy(pl: ModuleType, kind: str) -> Any:
+    make = {
+        "ddp": lambda: pl.strategies.DDPStrategy(),
+        "fsdp2": lambda: pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        "fsdp2-full": lambda: pl.strategies.ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
+        "tp": lambda: pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+        "fsdp-sharded": lambda: fsdp_on_cpu(pl, state_dict_type="sharded"),
+        "fsdp-full": lambda: fsdp_on_cpu(pl, state_dict_type="full"),
+    }
+    return make[kind]()
+
+
+def configured(kind: str) -> dict[str, Any]:
+    if kind.startswith("fsdp2"):
+        return {"configure_model": shard}
+    return {"configure_model": split} if kind == "tp" else {}
+
+
+def rank_loader(rank: int) -> DataLoader[Any]:
+    """A rank's half of each batch."""
+    whole = loader().dataset
+    sampler = DistributedSampler(whole, num_replicas=2, rank=rank, shuffle=False)
+    return DataLoader(whole, batch_size=BATCH // 2, sampler=sampler)
+
+
+def fit(
+    rank: int,
+    namespace: str,
+    kind: str,
+    *,
+    epochs: int = 3,
+    save: Path | None = None,
+    ckpt_path: Path | None = None,
+    mechanic: bool = True,
+    **kwargs: Any,
+) -> Result:
+    """Trains and returns plain values: the whole weights, the tuner, what was logged, what was warned of."""
+    pl = lightning_of(namespace)
+    callback, model = Mechanic(**OPTIONS), module(pl, **configured(kind))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted = trainer(
+            pl,
+            *([callback] if mechanic else []),
+            strategy=strategy(pl, kind),
+            plugins=[environment(pl, rank)],
+            devices=2,
+            use_distributed_sampler=False,  # Lightning's would shuffle
+            max_epochs=epochs,
+            **kwargs,
+        )
+        fitted.fit(model, loader() if kind == "tp" else rank_loader(rank), ckpt_path=ckpt_path)
+        if save:
+            fitted.save_checkpoint(save)
+    optimizer = fitted.optimizers[0]
+    return {
+        "weights": [w.float().tolist() for w in whole_weights(fitted)],
+        "tuner": [t.tolist() for t in optimizer.tuner] if mechanic else None,
+        "scale": optimizer.scale.item() if mechanic else None,
+        "moments": int(next(iter(optimizer.state.values()))["step"]),
+        "logged": {name: value.item() for name, value in fitted.callback_metrics.items() if "mechanic" in name},
+        "warned": [str(warning.message) for warning in caught],
+    }
+
+
+def whole_weights(fitted: Any) -> list[Tensor]:
+    if isinstance(fitted.strategy.model, FSDP):
+        with FSDP.summon_full_params(fitted.strategy.model):
+            return [p.detach().clone() for p in fitted.lightning_module.parameters()]
+    return [full(p.detach()) for p in fitted.lightning_module.parameters()]
+
+
+def full(p: Any) -> Tensor:
+    return p.full_tensor() if hasattr(p, "full_tensor") else p.clone()  # type: ignore[no-any-return]
+
+
+def _full_state_dicts(module: nn.Module, world_size: int, rank0_only: bool = True) -> Any:
+    """Lightning's own, without offload_to_cpu: torch crashes on it where the parameters are on the CPU already."""
+    return FSDP.state_dict_type(
+        module=module,
+        state_dict_type=StateDictType.FULL_STATE_DICT,
+        state_dict_config=FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+        optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+    )

@@ -1,0 +1,390 @@
+"""The callback among others: what it logs, who it gets along with, and what it refuses before training starts."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lightning_helpers import (
+    BATCHES,
+    QUIET,
+    adamw,
+    lightning_of,
+    loader,
+    module,
+    plain_loop,
+    same,
+    trainer,
+    weights,
+)
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.lightning import Mechanic, check_version, installed, metrics
+
+pytestmark = QUIET
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    (path,) = folder.rglob("metrics.csv")
+    with path.open() as lines:
+        return list(csv.DictReader(lines))
+
+
+def in_groups(model: Any) -> list[dict[str, Any]]:
+    return [{"params": model[0].parameters(), "lr": 0.3, "name": "body"}, {"params": model[2].parameters()}]
+
+
+# -------------------------------------------------------------------- logging
+
+
+def test_the_effective_lr_is_logged_with_the_lr_of_the_step_that_was_made(pl: ModuleType, tmp_path: Path) -> None:
+    """A scheduler has run by then: scale times the group's lr would be the next step's."""
+
+    def optimizers(model: nn.Module) -> Any:
+        optimizer = adamw(model)
+        schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    logger = pl.loggers.CSVLogger(tmp_path)
+    fitted = trainer(pl, Mechanic(), logger=logger, log_every_n_steps=1)
+    fitted.fit(module(pl, optimizers), loader())
+    logged = rows(tmp_path)
+    assert len(logged) == 3 * BATCHES, "one row a step, the loss's own"
+    assert all(row["loss"] for row in logged)
+    for step, row in enumerate(logged):
+        scale = float(row["mechanic/scale"])
+        assert float(row["mechanic/effective_lr"]) == pytest.approx(scale * 1e-2 * 0.5**step, rel=1e-6)
+    assert float(logged[-1]["mechanic/scale"]) > float(logged[5]["mechanic/scale"]) > 0
+    assert fitted.callback_metrics["mechanic/scale"].item() == pytest.approx(float(logged[-1]["mechanic/scale"]))
+
+
+def test_several_optimizers_and_groups_are_named_apart(pl: ModuleType) -> None:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward((self.net(batch[0]) - batch[1]).square().mean())
+            optimizer.step()
+
+    def optimizers(model: nn.Module) -> Any:
+        return [adamw(model), torch.optim.SGD(in_groups(model), lr=0.1)]
+
+    model, callback = module(pl, optimizers, training_step=training_step), Mechanic(scope="group")
+    model.automatic_optimization = False
+    fitted = trainer(pl, callback)
+    fitted.fit(model, loader())
+    logged = {name: value.item() for name, value in fitted.callback_metrics.items()}
+    first, second = callback.optimizers
+    body, head = second.effective_lrs
+    assert logged == pytest.approx(
+        {
+            "mechanic/scale": first.scale.item(),
+            "mechanic/effective_lr": first.effective_lrs[0],
+            "mechanic/scale-1": second.scale.item(),
+            "mechanic/effective_lr-1": max(body, head),
+            "mechanic/scale-1/body": second.scales[0].item(),
+            "mechanic/scale-1/pg2": second.scales[1].item(),
+            "mechanic/effective_lr-1/body": body,
+            "mechanic/effective_lr-1/pg2": head,
+        }
+    )
+    assert body != head
+
+
+def test_what_is_logged_are_tensors_that_nobody_waited_for() -> None:
+    optimizer = mechanize(
+        torch.optim.SGD(in_groups(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))), lr=1.0)
+    )
+    logged = metrics([optimizer])
+    assert set(logged) == {
+        "mechanic/scale",
+        "mechanic/effective_lr",
+        "mechanic/effective_lr/body",
+        "mechanic/effective_lr/pg2",
+    }
+    assert all(value.shape == () and not value.requires_grad for value in logged.values())
+
+
+@pytest.mark.parametrize(("shown", "expected"), [(True, {"mechanic/scale", "mechanic/effective_lr"}), (False, set())])
+def test_the_progress_bar_shows_them_when_asked(shown: bool, expected: set[str]) -> None:
+    pl = lightning_of("lightning.pytorch")
+    fitted = trainer(pl, Mechanic(prog_bar=shown))
+    fitted.fit(module(pl), loader())
+    assert {name for name in fitted.progress_bar_metrics if name.startswith("mechanic")} == expected
+
+
+def test_logging_can_be_left_out() -> None:
+    pl = lightning_of("lightning.pytorch")
+    fitted = trainer(pl, Mechanic(log=False))
+    fitted.fit(module(pl), loader())
+    assert set(fitted.callback_metrics) == {"loss"}
+
+
+def test_barebones_trains_and_logs_nothing() -> None:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    pl = lightning_of("lightning.pytorch")
+    model = module(pl, training_step=training_step)
+    fitted = pl.Trainer(barebones=True, accelerator="cpu", devices=1, max_epochs=3, callbacks=[Mechanic()])
+    fitted.fit(model, loader())
+    assert same(weights(model), plain_loop().weights)
+
+
+# -------------------------------------------------------------------- other callbacks
+
+
+def test_learning_rate_monitor_lists_each_optimizer_once(pl: ModuleType, tmp_path: Path) -> None:
+    """Base and wrapper were two optimizers to it, when a scheduler still held the base."""
+
+    def optimizers(model: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(in_groups(model), lr=0.1)
+        return [optimizer], [lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    monitor = pl.callbacks.LearningRateMonitor()
+    logger = pl.loggers.CSVLogger(tmp_path)
+    trainer(pl, Mechanic(), monitor, logger=logger).fit(module(pl, optimizers), loader())
+    assert monitor.lrs == {
+        "lr-MechanicOptimizer/body": [0.3, 0.15, 0.075],
+        "lr-MechanicOptimizer/pg2": [0.1, 0.05, 0.025],
+    }
+
+
+def test_early_stopping_and_checkpoints_can_watch_the_scale(tmp_path: Path) -> None:
+    pl = lightning_of("lightning.pytorch")
+    stopping = pl.callbacks.EarlyStopping(
+        "mechanic/scale", stopping_threshold=0.0, mode="max", check_on_train_epoch_end=True
+    )
+    best = pl.callbacks.ModelCheckpoint(tmp_path, monitor="mechanic/effective_lr", mode="max")
+    trainer(pl, Mechanic(), stopping, best, enable_checkpointing=True).fit(module(pl), loader())
+    assert stopping.stopped_epoch == 0
+    assert best.best_model_score.item() > 0
+
+
+def finetuning(pl: ModuleType) -> Any:
+    class Unfreeze(pl.callbacks.BaseFinetuning):  # type: ignore[name-defined, misc]
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net[0])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=5e-3)
+            elif epoch > 1:  # after a resume, which restores the groups but not what is trainable
+                self.make_trainable(pl_module.net[0])
+
+    return Unfreeze()
+
+
+def head_only(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("mechanic_first", [True, False])
+def test_finetuning_adds_a_group_half_way_and_resumes(mechanic_first: bool, tmp_path: Path) -> None:
+    pl = lightning_of("lightning.pytorch")
+
+    def fit(model: Any, saved: Path | None = None, **kwargs: Any) -> Mechanic:
+        mechanic = Mechanic()
+        callbacks = [mechanic, finetuning(pl)] if mechanic_first else [finetuning(pl), mechanic]
+        fitted = trainer(pl, *callbacks, **kwargs)
+        fitted.fit(model, loader(), ckpt_path=saved)
+        fitted.save_checkpoint(tmp_path / "last.ckpt")
+        return mechanic
+
+    whole, half, rest = (module(pl, head_only) for _ in range(3))
+    expected = fit(whole, max_epochs=4)
+    fit(half, max_epochs=2)
+    resumed = fit(rest, tmp_path / "last.ckpt", max_epochs=4)
+    assert [len(group["params"]) for group in expected.optimizers[0].param_groups] == [2, 2]
+    assert not same(weights(whole)[:2], plain_loop(epochs=0).weights[:2]), "the added group never moved"
+    assert same(weights(whole), weights(rest))
+    assert expected.optimizers[0].scale.item() == resumed.optimizers[0].scale.item() > 0
+
+
+def test_weight_averaging_leaves_the_training_alone(pl: ModuleType) -> None:
+    """It swaps the averaged weights in for validation and back; only the end result is the average."""
+    states = []
+
+    class Average(pl.callbacks.WeightAveraging):  # type: ignore[name-defined, misc]
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            states.append(weights(pl_module))
+            super().on_train_end(trainer, pl_module)
+
+    model = module(pl)
+    trainer(pl, Mechanic(), Average()).fit(model, loader(), loader())
+    assert same(states[0], plain_loop().weights)
+    assert not same(weights(model), states[0])
+
+
+def test_stochastic_weight_averaging_swaps_its_scheduler_in() -> None:
+    """Its lr is one for the base, as every lr: the scale goes on top."""
+    pl = lightning_of("lightning.pytorch")
+    callback, averaging = (
+        Mechanic(),
+        pl.callbacks.StochasticWeightAveraging(5e-3, swa_epoch_start=2, annealing_epochs=1),
+    )
+    model = module(pl)
+    trainer(pl, callback, averaging, max_epochs=6).fit(model, loader())
+    (optimizer,) = callback.optimizers
+    assert optimizer.tuner.steps.item() == 6 * BATCHES
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
+    assert all(p.isfinite().all() for p in weights(model))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
+def test_an_optimizer_that_another_callback_puts_there_later_is_mechanized_too(hook: str) -> None:
+    pl = lightning_of("lightning.pytorch")
+    made: list[Optimizer] = []
+
+    def rebuild(self: Any, trainer: Any, pl_module: Any) -> None:
+        if not made:
+            made.append(adamw(pl_module.net))
+            trainer.strategy.optimizers = list(made)
+
+    model, callback = module(pl, lambda model: torch.optim.SGD(model.parameters())), Mechanic()
+    trainer(pl, callback, type("Rebuild", (pl.Callback,), {hook: rebuild})()).fit(model, loader())
+    assert callback.optimizers[0].base is made[0]
+    assert same(weights(model), plain_loop().weights)
+
+
+# -------------------------------------------------------------------- the command line
+
+
+def test_lightning_cli_by_class_path(pl: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        """
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+    - class_path: mechanic_plugins.lightning.Mechanic
+      init_args:
+        betas: [0.9, 0.999]
+        s_init: 1.0e-4
+        rule: paper
+        scope: group
+        max_scale: 10.0
+        prog_bar: true
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls its older names
+    cli_module = lightning_of(f"{pl.__name__}.cli")
+
+    class Module(type(module(pl))):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    cli = cli_module.LightningCLI(
+        Module, args=["fit", "--config", str(config)], save_config_callback=None, seed_everything_default=False
+    )
+    (callback,) = (c for c in cli.trainer.callbacks if isinstance(c, Mechanic))
+    settings = callback.optimizers[0].settings
+    assert (settings.betas, settings.s_init, settings.scope, settings.max_scale) == ((0.9, 0.999), 1e-4, "group", 10.0)
+    assert cli.trainer.progress_bar_metrics.keys() >= {"mechanic/scale"}
+
+
+def test_it_takes_every_keyword_of_mechanize_with_its_default() -> None:
+    theirs, ours = inspect.signature(mechanize).parameters, inspect.signature(Mechanic).parameters
+    expected = {name: (p.default, p.annotation) for name, p in theirs.items() if name != "optimizer"}
+    assert {name: (p.default, p.annotation) for name, p in ours.items() if name not in ("log", "prog_bar")} == expected
+
+
+# -------------------------------------------------------------------- refusals
+
+
+def test_it_is_a_callback_of_both_lightnings(pl: ModuleType) -> None:
+    assert isinstance(Mechanic(), pl.Callback)
+    assert pl.Trainer(accelerator="cpu", callbacks=Mechanic(), logger=False, barebones=False).callbacks
+
+
+def test_bad_values_are_refused_when_the_callback_is_built() -> None:
+    with pytest.raises(ValueError, match="s_init must be 'auto' or a finite number > 0, got 0"):
+        Mechanic(s_init=0.0)
+
+
+def test_mechanic_twice(pl: ModuleType) -> None:
+    error = pl.utilities.exceptions.MisconfigurationException
+    with pytest.raises(error, match="more than once: keep one"):
+        trainer(pl, Mechanic(), Mechanic()).fit(module(pl), loader())
+
+
+def test_a_learning_rate_finder(pl: ModuleType) -> None:
+    error = pl.utilities.exceptions.MisconfigurationException
+    with pytest.raises(error, match="there is nothing to find"):
+        trainer(pl, Mechanic(), pl.callbacks.LearningRateFinder()).fit(module(pl), loader())
+    with pytest.raises(error, match=r"Tuner\.lr_find"):
+        pl.tuner.Tuner(trainer(pl, Mechanic())).lr_find(module(pl), loader())
+
+
+def test_a_batch_size_finder_is_told_about(tmp_path: Path) -> None:
+    pl = lightning_of("lightning.pytorch")
+    model = module(pl, train_dataloader=lambda self: loader(self.batch_size), val_dataloader=lambda self: loader())
+    model.batch_size = 2
+    finder = pl.callbacks.BatchSizeFinder(max_trials=1, steps_per_trial=1)
+    with pytest.warns(UserWarning, match="without Mechanic"):
+        trainer(pl, finder, Mechanic(), max_epochs=1, default_root_dir=tmp_path).fit(model)
+
+
+def test_an_optimizer_that_is_mechanized_already_is_left_as_it_is(pl: ModuleType) -> None:
+    model, callback = module(pl, lambda model: mechanize(adamw(model), s_decay=0.5)), Mechanic()
+    with pytest.warns(UserWarning, match="settings of the Mechanic callback do not reach it") as warned:
+        trainer(pl, callback).fit(model, loader())
+    assert sum("do not reach it" in str(w.message) for w in warned) == 1, "said once, not in every step"
+    assert same(weights(model), plain_loop(s_decay=0.5).weights)
+    assert callback.optimizers[0].settings.s_decay == 0.5
+
+
+def test_an_optimizer_that_cannot_be_mechanized() -> None:
+    pl = lightning_of("lightning.pytorch")
+    model = module(pl, lambda model: torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="LBFGS cannot be mechanized"):
+        trainer(pl, Mechanic()).fit(model, loader())
+    assert same(weights(model), plain_loop(epochs=0).weights)
+
+
+def test_strategies_nobody_tried(pl: ModuleType) -> None:
+    single = pl.strategies.SingleDeviceStrategy
+    xla = type("SingleDeviceXLAStrategy", (single,), {})
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="never run on XLA"):
+        trainer(pl, Mechanic(), strategy=xla("cpu")).fit(module(pl), loader())
+
+    class Own(pl.strategies.Strategy):  # type: ignore[name-defined, misc]
+        """All of SingleDeviceStrategy, without being one."""
+
+    for name, value in vars(single).items():
+        if name not in ("__init__", "__dict__", "__weakref__"):
+            setattr(Own, name, value)
+    Own.__abstractmethods__ = frozenset()
+    strategy = Own()
+    strategy._root_device = torch.device("cpu")
+    strategy.global_rank, strategy.local_rank, strategy.world_size = 0, 0, 1
+    with pytest.warns(UserWarning, match="never tried with Own"):
+        trainer(pl, Mechanic(), strategy=strategy, max_epochs=1).fit(module(pl), loader())
+
+
+def test_an_old_lightning() -> None:
+    check_version("lightning.pytorch", "2.5.0.post0")
+    with pytest.raises(ImportError, match=r"pytorch_lightning 2\.4\.1 is too old.*--upgrade pytorch-lightning"):
+        check_version("pytorch_lightning", "2.4.1")
+
+
+def test_no_lightning_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lightning", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install 'mechanic-plugins\[lightning\]'"):
+        installed()
