@@ -225,10 +225,13 @@ def _snapshots(entries: Sequence[Entry]) -> list[Batch]:
     kinds = defaultdict(list)
     for entry in entries:
         kinds[entry.row, entry.weight, entry.slot.x.device, entry.slot.x.dtype].append(entry)
-    return [
-        Batch(part, row, list(torch._foreach_clone([e.slot.x.detach() for e in part])))
-        for (row, *_), part in kinds.items()
-    ]
+    return [Batch(part, row, _clones([e.slot.x.detach() for e in part])) for (row, *_), part in kinds.items()]
+
+
+def _clones(tensors: list[Tensor]) -> list[Tensor]:
+    copies = [torch.empty_like(t) for t in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
 
 
 @contextmanager

@@ -45,12 +45,16 @@ DCP_OPTIONS = {
 
 def torch_save(old: Run, new: Run, folder: str) -> None:
     """Every rank its own file."""
+    new.setup.model.load_state_dict(through_a_file(old.setup.model.state_dict()))
+    new.optimizer.load_state_dict(through_a_file(old.optimizer.state_dict()))
+
+
+def through_a_file(state: Any) -> Any:
+    """Saved and loaded: a state dict shares its tensors with the live objects, and torch's loading keeps them shared."""
     buffer = io.BytesIO()
-    torch.save({"model": old.setup.model.state_dict(), "optimizer": old.optimizer.state_dict()}, buffer)
+    torch.save(state, buffer)
     buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=True)
-    new.setup.model.load_state_dict(loaded["model"])
-    new.optimizer.load_state_dict(loaded["optimizer"])
+    return torch.load(buffer, weights_only=True)
 
 
 def through_dcp(old: Run, new: Run, folder: str, way: str) -> None:
@@ -59,8 +63,8 @@ def through_dcp(old: Run, new: Run, folder: str, way: str) -> None:
         dcp_save(old, folder, options)
         dcp_load(new, folder, options)
         return
-    model = get_model_state_dict(old.setup.model, options=options)
-    optimizer = get_optimizer_state_dict(old.setup.model, old.optimizer, options=options)
+    model = through_a_file(get_model_state_dict(old.setup.model, options=options))
+    optimizer = through_a_file(get_optimizer_state_dict(old.setup.model, old.optimizer, options=options))
     if way == "broadcast":
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         model, optimizer = (state if dist.get_rank() == 0 else {} for state in (model, optimizer))
@@ -98,8 +102,8 @@ def fsdp1_own(old: Run, new: Run, folder: str, way: str) -> None:
     """FullyShardedDataParallel.optim_state_dict and optim_state_dict_to_load."""
     kind, model_config, optim_config = _FSDP1_KINDS[way]
     with FullyShardedDataParallel.state_dict_type(old.setup.model, kind, model_config, optim_config):
-        model = old.setup.model.state_dict()
-        optimizer = FullyShardedDataParallel.optim_state_dict(old.setup.model, old.optimizer)
+        model = through_a_file(old.setup.model.state_dict())
+        optimizer = through_a_file(FullyShardedDataParallel.optim_state_dict(old.setup.model, old.optimizer))
     with FullyShardedDataParallel.state_dict_type(new.setup.model, kind, model_config, optim_config):
         new.setup.model.load_state_dict(model)
         own = FullyShardedDataParallel.optim_state_dict_to_load(new.setup.model, new.optimizer, optimizer)

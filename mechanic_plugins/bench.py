@@ -1,0 +1,290 @@
+"""What a step costs on this machine: `python -m mechanic_plugins.bench`.
+
+One run measures the base alone and Mechanic around it, step by step in turn, over the tensor shapes of GPT-2, and shows
+ratios to the base. Packages with the same aim are measured beside it where they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.lion import Lion
+
+__all__ = ["Result", "gpt2_shapes", "main", "measure"]
+
+SIZES = {"tiny": (64, 2), "10M": (256, 8), "124M": (768, 12), "355M": (1024, 24), "774M": (1280, 36), "1.56B": (1600, 48)}
+"""Width and layers."""
+
+Factory = Callable[[list[nn.Parameter]], Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One optimizer over one list of tensors."""
+
+    name: str
+    params: int
+    tensors: int
+    seconds: float
+    ratio: float
+    state_bytes: float
+    transient_bytes: float | None
+    launches: int | None
+    collectives: int
+
+
+def gpt2_shapes(width: int, layers: int, *, vocabulary: int = 50257) -> list[tuple[int, ...]]:
+    """The parameters of a GPT-2 of this size, in its order."""
+    layer: list[tuple[int, ...]] = [
+        (width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,),
+        (width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,),
+    ]  # fmt: skip
+    return [(vocabulary, width), (1024, width), *(layer * layers), (width,), (width,)]
+
+
+def bases(device: torch.device) -> dict[str, Factory]:
+    """The plain optimizers, in the fastest form torch has for this device."""
+    fast = {"fused": True} if device.type == "cuda" else {"foreach": True}
+    return {
+        "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, **fast),
+        "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, **fast),
+        "lion": lambda params: Lion(params, lr=1e-3),
+    }
+
+
+def rivals(base: str, device: torch.device) -> dict[str, Factory]:
+    """Mechanic in each way that works here, and other packages where they are installed."""
+    plain = bases(device)[base]
+    backends = ("fused", "triton", "foreach") if device.type == "cuda" else ("foreach",)
+    found: dict[str, Factory] = {
+        f"mechanic, {backend}": lambda params, backend=backend: mechanize(plain(params), backend=backend)  # type: ignore[misc]
+        for backend in backends
+    }
+    if base != "adamw":
+        return found
+    for module, build in {
+        "mechanic_pytorch": lambda m: lambda params: m.mechanize(torch.optim.AdamW)(params, lr=1.0),
+        "prodigyopt": lambda m: lambda params: m.Prodigy(params),
+        "dadaptation": lambda m: lambda params: m.DAdaptAdam(params),
+        "schedulefree": lambda m: lambda params: m.AdamWScheduleFree(params),
+    }.items():
+        try:
+            found[module] = build(importlib.import_module(module))
+        except ImportError:
+            continue
+    return found
+
+
+def measure(
+    shapes: Sequence[tuple[int, ...]],
+    plain: Factory,
+    others: dict[str, Factory],
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    repeats: int = 25,
+) -> Iterator[Result]:
+    """Each rival's cost beside the base's, measured in turn so that both see the same machine."""
+    name = "base alone"
+    yield from _compare(shapes, {name: plain}, name, device=device, dtype=dtype, repeats=repeats)
+    for rival, factory in others.items():
+        both = {name: plain, rival: factory}
+        yield from list(_compare(shapes, both, name, device=device, dtype=dtype, repeats=repeats))[1:]
+
+
+def _compare(
+    shapes: Sequence[tuple[int, ...]],
+    factories: dict[str, Factory],
+    reference: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int,
+) -> Iterator[Result]:
+    runs = {name: _Run(shapes, factory, device, dtype) for name, factory in factories.items()}
+    for run in runs.values():
+        run.warm_up()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            times[name].append(run.timed())
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    for name, run in runs.items():
+        ratio = statistics.median(a / b for a, b in zip(times[name], times[reference], strict=True))
+        yield Result(
+            name=name,
+            params=run.count,
+            tensors=len(shapes),
+            seconds=medians[name],
+            ratio=ratio,
+            state_bytes=run.state_bytes() / run.count,
+            transient_bytes=run.transient_bytes(),
+            launches=run.launches(),
+            collectives=0,
+        )
+
+
+class _Run:
+    """Parameters with gradients, and an optimizer over them."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], factory: Factory, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        self.device = device
+        self.params = [
+            nn.Parameter(0.02 * torch.randn(shape, device=device, generator=generator).to(dtype)) for shape in shapes
+        ]
+        for p in self.params:
+            p.grad = 1e-3 * torch.randn(p.shape, device=device, generator=generator).to(dtype)
+        self.optimizer: Optimizer = factory(self.params)
+        self.count = sum(p.numel() for p in self.params)
+        self.steps_at_once = 10 if device.type == "cuda" else 1
+
+    def warm_up(self) -> None:
+        for _ in range(3):
+            self.optimizer.step()
+        self._wait()
+
+    def timed(self) -> float:
+        """Seconds a step. On a GPU several are queued, as in training, where the host runs ahead."""
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(self.steps_at_once):
+            self.optimizer.step()
+        self._wait()
+        return (time.perf_counter() - start) / self.steps_at_once
+
+    def state_bytes(self) -> int:
+        tensors = (t for state in self.optimizer.state.values() for t in _tensors(state))
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def transient_bytes(self) -> float | None:
+        """The most that a step holds beyond what stays, in bytes a parameter; only CUDA keeps count."""
+        if self.device.type != "cuda":
+            return None
+        self._wait()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.optimizer.step()
+        self._wait()
+        return (torch.cuda.max_memory_allocated(self.device) - before) / self.count
+
+    def launches(self) -> int | None:
+        """Kernels and copies that a step starts."""
+        if self.device.type != "cuda":
+            return None
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.optimizer.step()
+            self._wait()
+        return sum(event.count for event in profile.key_averages() if event.device_type != torch.autograd.DeviceType.CPU)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Plain text, for a terminal."""
+    head = ("params", "tensors", "optimizer", "ms a step", "ratio", "state B/param", "transient B/param", "launches")
+    rows = [head]
+    for r in results:
+        rows.append(
+            (
+                f"{r.params / 1e6:.0f}M",
+                str(r.tensors),
+                r.name,
+                f"{r.seconds * 1e3:.3f}",
+                f"{r.ratio:.3f}",
+                f"{r.state_bytes:.2f}",
+                "-" if r.transient_bytes is None else f"{r.transient_bytes:.3f}",
+                "-" if r.launches is None else str(r.launches),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Time against parameters, and launches against tensors."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True)
+    for name in dict.fromkeys(r.name for r in results):
+        mine = sorted((r for r in results if r.name == name), key=lambda r: r.params)
+        left.loglog([r.params for r in mine], [r.seconds * 1e3 for r in mine], "o-", label=name)
+        if mine[0].launches is not None:
+            right.plot([r.tensors for r in mine], [r.launches for r in mine], "o-", label=name)
+    left.set(xlabel="parameters", ylabel="ms a step", title="time grows with the parameters")
+    right.set(xlabel="tensors", ylabel="launches a step", yscale="log", title="launches do not grow with the tensors")
+    left.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mechanic_plugins.bench", description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default)
+    parser.add_argument("--base", choices=("adamw", "sgd", "lion"), default="adamw")
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["124M"] if default == "cuda" else ["10M"])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--json", type=Path, help="write the results here, one object a line")
+    parser.add_argument("--plot", type=Path, help="draw time and launches here (needs matplotlib)")
+    arguments = parser.parse_args(argv)
+    if arguments.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {arguments.repeats}: a median needs a value")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints a table, and writes what was asked for."""
+    arguments = _arguments(argv)
+    device = torch.device(arguments.device)
+    plain, others = bases(device)[arguments.base], rivals(arguments.base, device)
+    results: list[Result] = []
+    for size in arguments.sizes:
+        dtype = getattr(torch, arguments.dtype)
+        for result in measure(
+            gpt2_shapes(*SIZES[size]), plain, others, device=device, dtype=dtype, repeats=arguments.repeats
+        ):
+            results.append(result)
+            print(f"{size}: {result.name}: {result.ratio:.3f}", file=sys.stderr, flush=True)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__}, {where}, {arguments.base}, {arguments.dtype}; ratio: to the base alone, same run")
+    print(table(results))
+    if arguments.json is not None:
+        arguments.json.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+    if arguments.plot is not None:
+        plot(results, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
