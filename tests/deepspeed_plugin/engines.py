@@ -285,12 +285,22 @@ def full_tensors(engine: Any, opt: Any, *, gradients: bool = True) -> dict[str, 
 
     tensors = {}
     moved = opt.metrics()["mechanic/steps"] > 0
+    if moved and hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        # DeepSpeed links after the first group's first step, when the other groups have no state yet
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, p in engine.module.named_parameters():
         x = full_weight(p).clone()
-        delta = safe_get_full_optimizer_state(p, "mechanic_delta") if moved else torch.zeros_like(x)
+        if not moved:
+            delta = torch.zeros_like(x)
+        elif engine.optimizer is opt:
+            delta = opt.state[p]["mechanic_delta"]
+        else:
+            delta = safe_get_full_optimizer_state(p, "mechanic_delta")
         tensors[name] = {"x": x, "delta": delta.float().clone()}
         if gradients:
-            tensors[name]["g"] = safe_get_full_grad(p).float().view_as(x).clone()
+            grad = p.grad if engine.optimizer is opt else safe_get_full_grad(p)
+            tensors[name]["g"] = grad.float().view_as(x).clone()
     return tensors
 
 

@@ -1,0 +1,172 @@
+"""How Mechanic gets into an engine, what it refuses, and that no rank ever tunes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import build_ops
+import engines as plain_side
+import pytest
+import setup_engines as on_rank
+from engines import Case
+from ranks import Ranks
+from test_deepspeed_parity import assert_same_training
+
+Engines = Callable[[int], Ranks]
+
+CPU = {"device": "cpu"}
+
+
+def json_optimizer(name: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": params}}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_from_the_config_file(engines: Engines, stage: int) -> None:
+    """Mechanic's keywords stand beside the base's; where both have one, the base's has the plain name."""
+    params = {"lr": 1.0, "weight_decay": 0.01, "eps": 1e-6, "betas": [0.9, 0.99], "s_decay": 0.0, "mechanic_eps": 1e-7}
+    case = Case(stage=stage, config=json_optimizer("MechanicAdamW", **params), steps=12)
+    ranks = engines(2)(on_rank.run_from_json, case)
+    base = {k: params[k] for k in ("lr", "weight_decay", "eps", "betas")}
+    same = Case(base_options=base, options={"s_decay": 0.0, "eps": 1e-7}, steps=12)
+    assert_same_training(same, ranks, plain_side.plain_run(same))
+    assert "eps=1e-07" in ranks[0]["settings"]
+    assert ranks[0]["base"] == "AdamW"
+
+
+def test_an_offloaded_one_from_the_config_file_is_deepspeeds_own(engines: Engines) -> None:
+    zero = {"offload_optimizer": CPU}
+    case = Case(stage=2, config=json_optimizer("MechanicAdamW", lr=1.0, weight_decay=0.01), zero=zero, steps=12)
+    ranks = engines(2)(on_rank.run_from_json, case)
+    assert ranks[0]["base"] == "DeepSpeedCPUAdam"
+    assert_same_training(case.but(base="DeepSpeedCPUAdam"), ranks, plain_side.plain_run(Case(steps=12)))
+    torchs = case.but(config=json_optimizer("MechanicAdamW", lr=1.0, weight_decay=0.01, torch_adam=True))
+    assert engines(2)(on_rank.run_from_json, torchs)[0]["base"] == "AdamW"
+
+
+@pytest.mark.parametrize("what", ["class", "function"])
+def test_something_that_builds_the_optimizer(engines: Engines, what: str) -> None:
+    base = {"lr": 1e-3} if what == "class" else Case().base_options
+    case = Case(stage=2, base_options=base, steps=12)
+    ranks = engines(2)(on_rank.run_given, case, what)
+    assert_same_training(case, ranks, plain_side.plain_run(case))
+
+
+def test_a_scheduler_gets_the_mechanized_optimizer(engines: Engines) -> None:
+    seen = engines(2)(on_rank.run_with_scheduler, Case(stage=2))[0]
+    assert seen["optimizer_is_ours"]
+    assert seen["lr"] == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_attaching_again_changes_nothing(engines: Engines, stage: int) -> None:
+    seen = engines(2)(on_rank.attach_twice, Case(stage=stage))[0]
+    assert "holds no mechanized one" in seen.pop("attach_plain")
+    assert seen == dict.fromkeys(seen, True)
+
+
+# -------------------------------------------------------------------- never alone
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*(Case(stage=stage) for stage in (0, 1, 2, 3)), Case(config={"bf16": {"enabled": True}})],
+    ids=Case.id,
+)
+def test_without_the_plugin_the_first_step_raises(engines: Engines, case: Case) -> None:
+    for message in engines(2)(on_rank.train_unattached, case):
+        assert "every rank would learn a scale of its own" in message
+        assert "import mechanic_plugins.deepspeed" in message
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_attached_by_hand(engines: Engines, stage: int) -> None:
+    case = Case(stage=stage, steps=12)
+    assert_same_training(case, engines(2)(on_rank.attach_late, case), plain_side.plain_run(case))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_past_the_engine_raises(engines: Engines, stage: int) -> None:
+    for message in engines(2)(on_rank.step_past_the_engine, Case(stage=stage)):
+        assert "call engine.step()" in message
+
+
+# -------------------------------------------------------------------- what is refused
+
+REFUSED = {
+    "ZenFlow": Case(stage=2, zero={"offload_optimizer": CPU, "zenflow": {"topk_ratio": 0.1}}),
+    "SuperOffload": Case(stage=3, base="DeepSpeedCPUAdam", zero={"offload_optimizer": {**CPU, "super_offload": True}}),
+    "torch_autocast with float16": Case(stage=1, config={"torch_autocast": {"enabled": True, "dtype": "float16"}}),
+    "low-precision master weights": Case(
+        stage=2,
+        base="DeepSpeedCPUAdam",
+        zero={"offload_optimizer": CPU},
+        config={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    ),
+    "an optimizer on NVMe": Case(stage=3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}),
+    "an offload ratio of 0.5": Case(stage=3, zero={"offload_optimizer": {**CPU, "ratio": 0.5}}),
+    "elastic checkpoints": Case(stage=1, zero={"elastic_checkpoint": True}),
+    "DeepCompile": Case(stage=1, config={"compile": {"deepcompile": True}}),
+    "torch.optim.Adagrad": Case(stage=1, base="Adagrad", base_options={"lr": 1.0}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(engines: Engines, what: str) -> None:
+    (message,) = engines(1)(on_rank.refusal, REFUSED[what])
+    assert message.startswith(f"Mechanic does not support {what} under DeepSpeed: ")
+    assert message.count(".") >= 2, "a reason and a way out"
+
+
+def test_adagrad_is_refused_only_where_deepspeed_replaces_it(engines: Engines) -> None:
+    case = Case(base="Adagrad", base_options={"lr": 1.0}, steps=12)
+    assert_same_training(case, engines(2)(plain_side.run, case), plain_side.plain_run(case))
+
+
+def test_muon_pipelines_and_groups_are_refused(engines: Engines) -> None:
+    assert "does not support Muon" in engines(2)(on_rank.refusal_of_muon, Case(stage=1))[0]
+    assert "does not support a PipelineModule" in engines(2)(on_rank.refusal_of_pipelines, Case(stage=0))[0]
+    assert "does not support mechanize(group=...)" in engines(2)(on_rank.refusal_of_groups, Case(stage=1))[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_memory_beside_delta_is_bounded_by_a_sub_group(engines: Engines, stage: int) -> None:
+    zero = {"sub_group_size": 200, "stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    seen = engines(2)(on_rank.peak_of_a_step, Case(stage=stage, zero=zero, steps=3), 24)[0]
+    assert seen["deltas"]
+    assert seen["largest"] <= seen["largest_piece"]
+    assert (seen["largest_piece"] < seen["all"]) == (stage == 3)
+    assert seen["largest_double"] <= 64
+
+
+# -------------------------------------------------------------------- the compiled operators
+
+
+def test_a_stale_lock_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed build leaves torch's lock behind, on which every later build waits for ever."""
+    monkeypatch.setattr(build_ops, "extensions_dir", lambda: tmp_path)
+    for op in build_ops.OPS:
+        (tmp_path / op).mkdir()
+        (tmp_path / op / f"{op}.so").touch()
+        (tmp_path / op / "lock").touch()
+    build_ops._stamp().write_text(build_ops._versions())
+    assert not build_ops.are_compiled(), "the build that held the lock did not finish"
+    with build_ops._alone():
+        build_ops.remove_locks()
+    assert build_ops.are_compiled()
+
+
+def test_without_a_compiler_it_is_said_and_ci_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build_ops, "extensions_dir", lambda: tmp_path)
+    monkeypatch.setattr(build_ops.shutil, "which", lambda tool, path=None: None)
+    assert build_ops.why_not() == (
+        "DeepSpeed compiles its CPU operators with g++ and ninja, and g++ and ninja cannot be found"
+    )
+    for ci, code in (("", 0), ("true", 1)):
+        monkeypatch.setenv("CI", ci)
+        assert build_ops.main() == code
+        assert "will be skipped" in capsys.readouterr().err
