@@ -29,6 +29,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 test: $(INSTALLED)
+	@# minutes the first time, nothing after that; without a compiler it says what will be skipped
+	$(BIN)/python tests/deepspeed_plugin/build_ops.py
 	$(BIN)/python -m pytest
 
 lint: $(INSTALLED)
