@@ -66,6 +66,7 @@ def _keeping_mechanic(mapping: Mapping) -> Mapping:
             optimizer.settings,
             group=optimizer.group,
             sync_replicas=optimizer.sync_replicas,
+            backend=optimizer.backend,
         )
 
     map_pytorch_optim_to_deepspeed._mechanic = True  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from mechanic_plugins.api import Options
+from mechanic_plugins.passes import Backend
 from mechanic_plugins.settings import Rule, Scope
 
 __all__ = ["PARSERS", "literal", "split_optim_args"]
@@ -86,5 +87,6 @@ PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "scope": _one_of(*get_args(Scope)),
     "max_scale": _NUMBER,
     "sync_replicas": _FLAG,
+    "backend": _one_of(*get_args(Backend)),
 }
 """Every key of `Options` that can be written on a command line: what it takes, and how that is read."""

@@ -62,8 +62,10 @@ def _stop(message: str) -> NoReturn:
 
 
 def _run_module(arguments: list[str]) -> None:
+    """What `python -m module` does, by python's own means: run_module would put our `__main__` back at the end."""
     sys.argv = arguments
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    sys.modules["__main__"] = ModuleType("__main__")
+    runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
@@ -75,7 +77,7 @@ def _run_script(script: str, arguments: list[str]) -> None:
         runpy.run_path(script, run_name="__main__")
         return
     module: Any = ModuleType("__main__")
-    module.__file__, module.__builtins__ = script, __builtins__
+    module.__file__, module.__builtins__ = str(Path(script).absolute()), __builtins__
     module.__annotations__ = {}
     sys.modules["__main__"] = module
     exec(_compiled(script), module.__dict__)
@@ -84,10 +86,9 @@ def _run_script(script: str, arguments: list[str]) -> None:
 def _compiled(script: str) -> Any:
     try:
         with io.open_code(str(Path(script).absolute())) as file:
-            source = file.read()
+            return compile(file.read(), str(Path(script).absolute()), "exec", dont_inherit=True)
     except OSError as error:
         _stop(f"can't open file {script!r}: [Errno {error.errno}] {error.strerror}")
-    return compile(source, script, "exec", dont_inherit=True)
 
 
 def _without_our_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_script import build_model, run
+from hf_tiny import assert_same, by_step, command_line, plain_loop
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.trainer import DEFAULT_CALLBACKS
+from transformers.training_args import OptimizerNames
+
+from mechanic_plugins.api import Options
+from mechanic_plugins.names import BASES
+from mechanic_plugins.optim_args import PARSERS, split_optim_args
+from mechanic_plugins.transformers import MechanicCallback, _register_all, register
+
+NAMES = ["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "lion", "muon"]
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(str(folder), use_cpu=True, report_to=[], **options)
+
+
+def test_a_wrong_name_lists_the_right_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="mechanic_adamm") as caught:
+        arguments(tmp_path, optim="mechanic_adamm")
+    with pytest.raises(SystemExit):
+        HfArgumentParser(TrainingArguments).parse_args(["--optim", "mechanic_adamm"])
+    printed = capsys.readouterr().err
+    for name in NAMES:
+        assert f"'mechanic_{name}'" in str(caught.value)
+        assert f"mechanic_{name}" in printed
+
+
+def test_the_enum_has_real_members(tmp_path: Path) -> None:
+    member = OptimizerNames("mechanic_adamw")
+    assert member is OptimizerNames.MECHANIC_ADAMW  # type: ignore[attr-defined]
+    assert member in list(OptimizerNames)
+    assert "mechanic_adamw" in [m.value for m in OptimizerNames]
+    args = arguments(tmp_path, optim="mechanic_adamw")
+    assert args.to_dict()["optim"] == "mechanic_adamw"
+    assert arguments(tmp_path).set_optimizer("mechanic_sgd", args="s_decay=0").optim == "mechanic_sgd"
+
+
+def test_registering_twice_is_harmless() -> None:
+    before = (list(OptimizerNames), list(DEFAULT_CALLBACKS), Trainer.get_optimizer_cls_and_kwargs)
+    _register_all()
+    assert before == (list(OptimizerNames), list(DEFAULT_CALLBACKS), Trainer.get_optimizer_cls_and_kwargs)
+    assert DEFAULT_CALLBACKS.count(MechanicCallback) == 1
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"])
+def test_transformers_own_optimizers_are_as_before(tmp_path: Path, name: str) -> None:
+    args = arguments(tmp_path, optim=name)
+    now = Trainer.get_optimizer_cls_and_kwargs(args)
+    assert now == Trainer.get_optimizer_cls_and_kwargs.__wrapped__(args)  # type: ignore[attr-defined]
+    assert issubclass(now[0], torch.optim.Optimizer)
+
+
+def test_a_plain_run_has_no_mechanic_in_it(tmp_path: Path) -> None:
+    result = run(command_line(tmp_path, optim="adamw_torch", max_steps=2))
+    assert result["optimizers"] == ["AcceleratedOptimizer", "AdamW"]
+    assert not any(key.startswith("mechanic") for entry in result["logs"] for key in entry)
+
+
+class Momentum(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float, momentum: float = 0.0, dampening: float = 0.0) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, dampening=dampening)
+
+
+def test_a_class_of_ones_own(tmp_path: Path) -> None:
+    register("mechanic_momentum", Momentum)
+    register("mechanic_momentum", Momentum)
+    argv = command_line(tmp_path, optim="mechanic_momentum", optim_args="momentum=0.5,s_decay=0.1")
+    result = run(argv)
+    expected = plain_loop(by_step([result]), lambda groups, lr: Momentum(groups, lr, momentum=0.5), s_decay=0.1)
+    assert_same(result, expected)
+
+
+def test_one_of_transformers_own_under_another_name(tmp_path: Path) -> None:
+    register("mechanic_adamw_torch", "adamw_torch")
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim="mechanic_adamw_torch"))
+    optimizer = cls(build_model().parameters(), **kwargs)
+    assert type(optimizer.base) is torch.optim.AdamW
+    assert not optimizer.base.defaults["fused"]
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "message"),
+    [
+        ("myopt", Momentum, "must start with 'mechanic_', got 'myopt'"),
+        ("mechanic_adamw", Momentum, "'mechanic_adamw' stands for 'adamw_torch_fused' already"),
+        ("mechanic_x", "no_such", "no_such is not a valid OptimizerNames"),
+        ("mechanic_x", "lomo", "steps inside the backward pass"),
+        ("mechanic_x", "galore_adamw_layerwise", "steps inside the backward pass"),
+        ("mechanic_x", "schedule_free_adamw", "between train"),
+        ("mechanic_x", "mechanic_sgd", "mechanized already"),
+    ],
+)
+def test_names_that_cannot_be(name: str, base: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        register(name, base)
+    assert "mechanic_x" not in BASES
+
+
+def test_a_key_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path, optim="mechanic_lion", optim_args="momentun=0.5")
+    with pytest.raises(ValueError, match=r"momentun=0\.5, which is a key of neither Mechanic \(.*\) nor Lion \(lr"):
+        Trainer.get_optimizer_cls_and_kwargs(args, build_model())
+
+
+def test_bitsandbytes_is_asked_for_by_name(tmp_path: Path) -> None:
+    if _has("bitsandbytes"):
+        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim="mechanic_adamw_8bit"))
+        assert "bitsandbytes" in str(cls)
+        assert kwargs["optim_bits"] == 8
+        return
+    with pytest.raises(ImportError, match="pip install bitsandbytes"):
+        Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim="mechanic_adamw_8bit"))
+
+
+def _has(module: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("missing", ["transformers", "accelerate"])
+def test_a_missing_extra_names_its_pip_command(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None\nimport mechanic_plugins.{missing}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"pip install 'mechanic-plugins[{missing}]'" in done.stderr.splitlines()[-1]
+
+
+def test_optim_args_are_split() -> None:
+    options, rest = split_optim_args("s_decay=0.5, s_init=auto,eps=1e-9,base.eps=1e-6,betas=0.9:0.99,momentum=0.9")
+    assert options == {"s_decay": 0.5, "s_init": "auto", "eps": 1e-9, "betas": (0.9, 0.99)}
+    assert rest == {"eps": "1e-6", "momentum": "0.9"}
+    assert split_optim_args(None) == ({}, {})
+    flags, _ = split_optim_args(
+        "normalize_lr=False,sync_replicas=true,scope=group,rule=theory,preset=paper,max_scale=3"
+    )
+    assert flags == {
+        "normalize_lr": False,
+        "sync_replicas": True,
+        "scope": "group",
+        "rule": "theory",
+        "preset": "paper",
+        "max_scale": 3.0,
+        "backend": "foreach",
+    }
+
+
+def test_every_option_but_the_process_group_can_be_written() -> None:
+    assert set(PARSERS) == set(Options.__annotations__) - {"group"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("s_decay", "must look like 'key=value,key=value', got 's_decay'"),
+        ("s_decay=", "must look like 'key=value,key=value', got 's_decay='"),
+        ("s_decay=much", "s_decay='much', which must be a number"),
+        ("rule=papr", "rule='papr', which must be one of paper, experiments, optax, theory"),
+        ("normalize_lr=perhaps", "which must be true or false"),
+        ("betas=0.9;0.99", "numbers with colons"),
+        ("s_deca=0.1", "did you mean 's_decay'"),
+    ],
+)
+def test_bad_optim_args_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_optim_args(text)
+
+
+def test_values_out_of_range_are_refused_by_mechanic_itself(tmp_path: Path) -> None:
+    args = arguments(tmp_path, optim="mechanic_adamw", optim_args="s_decay=-1")
+    with pytest.raises(ValueError, match="s_decay must be a finite number >= 0"):
+        Trainer.get_optimizer_cls_and_kwargs(args)
