@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.checkpoint import DELTA, strip
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.passes import Backend
 from mechanic_plugins.settings import Rule, Scope
 
 __all__ = ["Mechanic", "demechanize_checkpoint"]
@@ -92,7 +93,8 @@ class Mechanic(Callback):
         max_scale: Never play a scale above this.
         group: The ranks that share the parameters, where that is not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
-        log: Log the scale and the effective lr in every step. Reading them does not wait for the device.
+        backend: How the passes over memory are made: "auto", "fused", "triton" or "foreach".
+        log: Log the scale and the effective lr, in the steps that the Trainer logs and at each epoch's end.
         prog_bar: Show them in the progress bar too, which waits for the device whenever the bar is drawn.
     """
 
@@ -111,6 +113,7 @@ class Mechanic(Callback):
         max_scale: float | None = None,
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
+        backend: Backend = "auto",
         log: bool = True,
         prog_bar: bool = False,
     ) -> None:
@@ -128,6 +131,7 @@ class Mechanic(Callback):
             max_scale=max_scale,
             group=group,
             sync_replicas=sync_replicas,
+            backend=backend,
         )
         mechanize(torch.optim.SGD, **self.options)  # refuses bad values here, not at the first step
         self.optimizers: list[MechanicOptimizer] = []
@@ -138,6 +142,8 @@ class Mechanic(Callback):
         if stage == "fit":
             check_callbacks(trainer)
             check_strategy(trainer)
+            if _is_a(trainer.strategy, _DEEPSPEED):
+                mechanize_before_the_engine(trainer.strategy, self.options)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The optimizers exist, and no state was loaded into them yet."""
@@ -155,12 +161,13 @@ class Mechanic(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._log and not trainer.barebones:
+        if self._log and (self._prog_bar or is_logged(trainer)):
             pl_module.log_dict(metrics(self.optimizers), on_step=True, on_epoch=False, prog_bar=self._prog_bar)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Only for `demechanize_checkpoint`: what resuming needs is in the optimizer's state."""
-        checkpoint["mechanic"] = learned(trainer.strategy)
+        if not _is_a(trainer.strategy, _DEEPSPEED):
+            checkpoint["mechanic"] = learned(trainer.strategy)
 
 
 # -------------------------------------------------------------------- putting Mechanic in place
@@ -174,6 +181,8 @@ def attach(strategy: Strategy, options: Options, *, known: Sequence[MechanicOpti
         options: For `mechanize`.
         known: What an earlier call returned: an optimizer that is met again keeps what it has learned.
     """
+    if _is_a(strategy, _DEEPSPEED):
+        return [_mechanic_of(strategy)]
     wanted = [_mechanized(optimizer, options, known) for optimizer in strategy.optimizers]
     if any(new is not old for new, old in zip(wanted, strategy.optimizers, strict=True)):
         strategy.optimizers = wanted
@@ -181,6 +190,31 @@ def attach(strategy: Strategy, options: Options, *, known: Sequence[MechanicOpti
     for config in strategy.lr_scheduler_configs:
         _lead_to_wrapper(config.scheduler, ours)
     return ours
+
+
+def mechanize_before_the_engine(strategy: Any, options: Options) -> None:
+    """DeepSpeed's engine takes the optimizer when it is built, before on_fit_start: the engine then attaches itself."""
+    import_module("mechanic_plugins.deepspeed")
+    configure = type(strategy)._init_optimizers
+
+    def _init_optimizers() -> tuple[Optimizer, Any]:
+        optimizer, config = configure(strategy)
+        optimizer = _mechanized(optimizer, options, ())
+        if config is not None and isinstance(optimizer, MechanicOptimizer):
+            _lead_to_wrapper(config.scheduler, [optimizer])
+        return optimizer, config
+
+    strategy._init_optimizers = _init_optimizers
+
+
+def _mechanic_of(strategy: Any) -> MechanicOptimizer:
+    found: MechanicOptimizer | None = import_module("mechanic_plugins.deepspeed").mechanic_of(strategy.deepspeed_engine)
+    if found is None:
+        raise ValueError(
+            f"the DeepSpeed config builds its own optimizer, {strategy.config.get('optimizer')}, without Mechanic: "
+            "return it from configure_optimizers instead, or name it there as MechanicAdamW, MechanicSGD, ..."
+        )
+    return found
 
 
 def load_plain_checkpoints_without_mechanic(strategy: Strategy) -> None:
@@ -266,6 +300,13 @@ def _tracked_step(optimizer: MechanicOptimizer) -> Any:
 
 
 # -------------------------------------------------------------------- what is logged
+
+
+def is_logged(trainer: Trainer) -> bool:
+    """Whether somebody reads what this step logs: logging costs the host more time than a small model's step."""
+    if trainer.barebones:
+        return False
+    return bool(trainer._logger_connector.should_update_logs) or trainer.is_last_batch
 
 
 def metrics(optimizers: Sequence[MechanicOptimizer]) -> dict[str, Tensor]:
@@ -367,7 +408,8 @@ def check_callbacks(trainer: Trainer) -> None:
         )
 
 
-_TESTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_DEEPSPEED = ("DeepSpeedStrategy",)
+_TESTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", *_DEEPSPEED)
 
 
 def check_strategy(trainer: Trainer) -> None:
