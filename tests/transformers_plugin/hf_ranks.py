@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from hf_script import run
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import mechanic_plugins.transformers  # noqa: F401
 
@@ -56,17 +57,24 @@ def fsdp_on_cpu() -> Iterator[None]:
         if self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_GPU
 
-    with replaced(PartialState, "__init__", init):
+    wrap = FullyShardedDataParallel.__init__
+
+    def without_device(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
+        wrap(self, *args, **{**kwargs, "device_id": None})  # accelerate's torch.device("cpu") is not torch's "cpu:0"
+
+    with replaced(PartialState, "__init__", init), replaced(FullyShardedDataParallel, "__init__", without_device):
         yield
 
 
 @contextmanager
 def deepspeed_on_cpu() -> Iterator[None]:
     """Accelerate and DeepSpeed look for a GPU first."""
+
+    def backend(self: PartialState, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
+        return "gloo", DistributedType.MULTI_CPU
+
     os.environ["DS_ACCELERATOR"] = "cpu"
-    with ExitStack() as stack:
-        backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)  # noqa: E731
-        stack.enter_context(replaced(PartialState, "_prepare_backend", backend))
+    with replaced(PartialState, "_prepare_backend", backend):
         yield
 
 
