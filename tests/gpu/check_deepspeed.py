@@ -1,0 +1,153 @@
+"""ZeRO stages 1 to 3 on one CUDA GPU, in bf16, beside a plain mechanized optimizer on the same gradients.
+
+    python tests/gpu/check_deepspeed.py [--fused]
+
+One line a stage: how far the weights, the scale and h are from the plain run after 40 steps, and what a step costs
+beside the same engine without Mechanic. `--fused` takes DeepSpeed's FusedAdam, which it compiles first (minutes).
+"""
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import deepspeed
+
+import mechanic_plugins.deepspeed  # noqa: F401
+from mechanic_plugins import mechanize
+
+OPTIONS = {"lr": 1.0, "weight_decay": 0.01}
+STEPS = 40
+
+
+def network(width: int, depth: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(width, 3)).cuda()
+
+
+def batch(step: int, width: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(step)
+    x = torch.randn(64, width, device="cuda", generator=generator)
+    return x.bfloat16(), torch.sin(x[:, :3])
+
+
+def loss_of(model: Any, step: int, width: int) -> Tensor:
+    x, y = batch(step, width)
+    return nn.functional.mse_loss(model(x).float(), y)
+
+
+def engine_of(model: nn.Module, optimizer: Any, stage: int) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 64,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "sub_group_size": 10**7, "stage3_param_persistence_threshold": 0},
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def base_of(params: Any, fused: bool) -> Any:
+    if fused:
+        from deepspeed.ops.adam import FusedAdam
+
+        return FusedAdam(params, **OPTIONS)
+    return torch.optim.AdamW(params, **OPTIONS)
+
+
+def plain_run(width: int, depth: int, fused: bool) -> tuple[list[Tensor], list[float], list[float]]:
+    """bf16 weights, float32 masters, and a mechanized AdamW on the masters."""
+    model = network(width, depth).bfloat16()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    opt = mechanize(base_of(masters, fused))
+    scales, hs = [], []
+    for step in range(STEPS):
+        loss_of(model, step, width).backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad, p.grad = p.grad.float(), None
+        opt.step()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            p.data.copy_(master)
+        scales.append(opt.scale.item())
+        hs.append(opt.metrics()["mechanic/h"])
+    return [m.detach() for m in masters], scales, hs
+
+
+def deepspeed_run(stage: int, width: int, depth: int, fused: bool) -> tuple[list[Tensor], list[float], list[float]]:
+    model = network(width, depth)
+    opt = mechanize(base_of(model.parameters(), fused))
+    engine = engine_of(model, opt, stage)
+    scales, hs = [], []
+    for step in range(STEPS):
+        engine.backward(loss_of(engine, step, width))
+        engine.step()
+        scales.append(opt.scale.item())
+        hs.append(opt.metrics()["mechanic/h"])
+    weights = [deepspeed.utils.safe_get_full_fp32_param(p).clone() for p in model.parameters()]
+    engine.destroy()
+    return weights, scales, hs
+
+
+def seconds_a_step(stage: int, width: int, depth: int, fused: bool, mechanized: bool) -> tuple[float, float]:
+    """The time of engine.step() alone, and the peak of memory in GB."""
+    model = network(width, depth)
+    base = base_of(model.parameters(), fused)
+    engine = engine_of(model, mechanize(base) if mechanized else base, stage)
+    times = []
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(15):
+        engine.backward(loss_of(engine, step, width))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        engine.step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    engine.destroy()
+    return sorted(times[5:])[5], torch.cuda.max_memory_allocated() / 1e9
+
+
+def distance(a: list[Any], b: list[Any]) -> float:
+    """Relative to the largest of b."""
+    largest = max(torch.as_tensor(y).abs().max().item() for y in b)
+    pairs = zip(a, b, strict=True)
+    return max((torch.as_tensor(x) - torch.as_tensor(y)).abs().max().item() for x, y in pairs) / largest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fused", action="store_true")
+    fused = parser.parse_args().fused
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    deepspeed.init_distributed(dist_backend="nccl")
+    plain = plain_run(256, 4, fused)
+    name = "FusedAdam" if fused else "AdamW"
+    for stage in (1, 2, 3):
+        weights, scales, hs = (distance(a, b) for a, b in zip(deepspeed_run(stage, 256, 4, fused), plain, strict=True))
+        without, memory = seconds_a_step(stage, 4096, 8, fused, mechanized=False)
+        with_it, more_memory = seconds_a_step(stage, 4096, 8, fused, mechanized=True)
+        print(  # noqa: T201
+            f"stage {stage} bf16 {name}: weights {weights:.1e} scale {scales:.1e} h {hs:.1e} from the plain run "
+            f"(relative, {STEPS} steps); 134M parameters: step {with_it * 1e3:.1f} ms against {without * 1e3:.1f} ms, "
+            f"peak {more_memory:.2f} GB against {memory:.2f} GB",
+            flush=True,
+        )
+        assert weights < 1e-5, "not the same training"
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
