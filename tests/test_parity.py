@@ -20,7 +20,7 @@ from mechanic_plugins.lion import Lion as PackagesLion
 
 STEPS = 300
 BASES = {row.name: row for row in OPTIMIZERS}
-SHORT = 100  # where only an option or a variant differs from what 300 steps have covered
+SHORT = 60  # where only an option or a variant differs from what 300 steps have covered
 
 # Seen: 2e-14 at most (median 2e-15), over 300 steps in which each side computes its gradients at its own weights; ten
 # times that is allowed. It takes problems on which rounding does not grow: with a tenth of the noise on the quadratic
