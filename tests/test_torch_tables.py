@@ -52,7 +52,9 @@ def loss_of(weights: list[Tensor], *, maximize: bool) -> Tensor:
     return -loss if maximize else loss
 
 
-def descend(opt: MechanicOptimizer, weights: list[Tensor], steps: int, *, without: int | None = None) -> list[float]:
+def descend(
+    opt: torch.optim.Optimizer, weights: list[Tensor], steps: int, *, without: int | None = None
+) -> list[float]:
     """Steps on a bowl; the parameter `without` gets no gradient. A group that maximizes gets the bowl upside down."""
     maximize = bool(opt.param_groups[0].get("maximize"))
     losses = []
@@ -67,9 +69,12 @@ def descend(opt: MechanicOptimizer, weights: list[Tensor], steps: int, *, withou
     return losses
 
 
-def build(info: Any, index: int, weights: list[Tensor], **kwargs: Any) -> MechanicOptimizer:
-    base = info.optim_cls(weights, **{**inputs(info, index), **kwargs})
+def mechanized(base: torch.optim.Optimizer) -> MechanicOptimizer:
     return mechanize(base, s_init=1e-2)  # large, so that few steps get somewhere
+
+
+def build(info: Any, index: int, weights: list[Tensor]) -> MechanicOptimizer:
+    return mechanized(info.optim_cls(weights, **inputs(info, index)))
 
 
 @pytest.mark.parametrize(("info", "index"), CASES)
@@ -81,20 +86,24 @@ def test_it_goes_downhill(info: Any, index: int) -> None:
 
 @pytest.mark.parametrize(("info", "index"), CASES)
 def test_foreach_and_fused_equal_the_for_loop(info: Any, index: int) -> None:
-    """To the rounding that torch's own comparison allows."""
+    """As far as the base's own do: torch's ASGD keeps its rate in float32 in one of them and differs from itself."""
     kinds = [kind for kind in ("foreach", "fused") if kind in info.supported_impls]
-    tensor_lr = isinstance(inputs(info, index).get("lr"), Tensor)
-    if tensor_lr:  # torch refuses foreach with a tensor lr unless capturable
+    if isinstance(inputs(info, index).get("lr"), Tensor):  # torch refuses foreach with a tensor lr on a CPU
         kinds = [kind for kind in kinds if kind != "foreach"]
-    loop = params(info, torch.float64)
-    descend(build(info, index, loop, **({"foreach": False} if "foreach" in info.supported_impls else {})), loop, 6)
-    start = params(info, torch.float64)
-    assert all((a - b).abs().max() > 0 for a, b in zip(loop, start, strict=True))
-    for kind in kinds:
+    loop = {"foreach": False} if "foreach" in info.supported_impls else {}
+
+    def end(wrap: Any, **kwargs: Any) -> list[Tensor]:
         weights = params(info, torch.float64)
-        descend(build(info, index, weights, **{kind: True}), weights, 6)
-        for a, b in zip(weights, loop, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+        descend(wrap(info.optim_cls(weights, **{**inputs(info, index), **kwargs})), weights, 6)
+        return [w.detach() for w in weights]
+
+    plain, ours = end(lambda base: base, **loop), end(mechanized, **loop)
+    assert all((a - b).abs().max() > 0 for a, b in zip(ours, params(info, torch.float64), strict=True))
+    for kind in kinds:
+        same = end(lambda base: base, **{kind: True})
+        own = max((a - b).abs().max().item() for a, b in zip(same, plain, strict=True))
+        for a, b in zip(end(mechanized, **{kind: True}), ours, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9 + 10 * own)
 
 
 @pytest.mark.parametrize(("info", "index"), CASES)
