@@ -16,6 +16,9 @@ from torch.optim import Optimizer, lr_scheduler
 
 from mechanic_plugins import MechanicOptimizer, mechanize
 
+# SequentialLR of torch 2.6 calls its parts in a way that torch itself warns of, around a plain optimizer too.
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
+
 Scheduler = Any
 STEPS = 24
 
