@@ -51,11 +51,16 @@ class AllReduce:
 
 
 def _reachable_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where the group can reduce: CPU-offloaded shards have sums on the CPU, and NCCL reduces on GPUs only."""
+    """Where the group can reduce: CPU-offloaded shards have sums on the CPU, and NCCL reduces on GPUs only.
+
+    A group of gloo's may be for the CPU only.
+    """
     group = group if group is not None else dist.group.WORLD
     assert group is not None
     kinds = [d.type for d in group._device_types]
     if device.type in kinds:
         return device
-    kind = next(k for k in kinds if k != "cpu")
+    kind = next((k for k in kinds if k != "cpu"), None)
+    if kind is None:
+        return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,0 +1,162 @@
+"""The FSDP2 example, started as its users start it, and on ranks that are there already."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problems import differences
+from ranks import Ranks
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
+SCRIPT = EXAMPLES / "train_fsdp2.py"
+
+STEPS, SAVE_EVERY = 60, 20
+TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--context", "32", "--batch", "8", "--warmup", "5"]
+LONG = [*TINY, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "5"]
+
+
+def torchrun(out: Path, *options: str, script: Path = SCRIPT, agents: int = 1) -> list[str]:
+    """What each agent and its workers have printed, after all ended well."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), *LONG, "--out", str(out)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(command, env=env, **pipes) for _ in range(agents)]
+    try:
+        outputs = [agent.communicate(timeout=240)[0] for agent in started]
+    finally:
+        for agent in started:
+            agent.terminate()  # it takes its workers along
+            agent.wait()
+    assert [agent.returncode for agent in started] == [0] * agents, "\n".join(outputs)
+    return outputs
+
+
+def log(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def assert_same_end(a: Path, b: Path) -> None:
+    """Logs and last checkpoints, moments, deltas and tuner included, bit for bit."""
+    assert log(a) == log(b)
+    ends = [last_checkpoint(out) for out in (a, b)]
+    assert ends[0].keys() == {"model", "optimizer", "scheduler"}
+    assert not differences(*ends)
+
+
+def last_checkpoint(out: Path) -> dict[str, Any]:
+    folder = out / "checkpoints" / f"step-{STEPS:08}"
+    dcp_to_torch_save(folder, out / "whole.pt")
+    return torch.load(out / "whole.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run on one machine that nobody interrupts: its folder and what it said."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    return out, torchrun(out, "--standalone", "--nproc-per-node=2")[0]
+
+
+@pytest.mark.slow
+def test_the_loss_falls(undisturbed: tuple[Path, str]) -> None:
+    out, output = undisturbed
+    entries = log(out)
+    assert [entry["step"] for entry in entries] == list(range(5, STEPS + 1, 5))
+    assert entries[0]["loss"] > 5.4  # log(256) = 5.55: it knows nothing
+    assert entries[-1]["loss"] < 4.0
+    assert entries[-1]["scale"] > 1e-4
+    assert 0 < entries[-1]["effective_lr"] < entries[-1]["scale"]  # the cosine is near its end
+    shown = [line for line in output.splitlines() if line.startswith("step ")]
+    assert len(shown) == len(entries)
+    assert f"loss {entries[-1]['loss']:.4f}" in shown[-1]
+
+
+@pytest.mark.slow
+def test_two_machines_train_as_one(undisturbed: tuple[Path, str], tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+    options += ["--rdzv-id=two-machines", "--local-addr=127.0.0.1"]
+    outputs = torchrun(tmp_path, *options, agents=2)
+    assert sorted("step " in output for output in outputs) == [False, True]  # one process each, one of them rank 0
+    assert_same_end(tmp_path, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_undisturbed(
+    undisturbed: tuple[Path, str], tmp_path: Path
+) -> None:
+    failing = HERE / "train_on_a_failing_machine.py"
+    (output,) = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", "--max-restarts=2", script=failing)
+    assert "start 0 finds []" in output
+    assert "start 1 finds ['step-00000020']" in output
+    assert "start 2 finds ['partial-00000040', 'step-00000020']" in output
+    assert output.count("resumed after step 20") == 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000040", "step-00000060"]
+    assert_same_end(tmp_path, undisturbed[0])
+
+
+SHORT = [*TINY, "--steps", "8", "--save-every", "2", "--log-every", "1"]
+
+
+def train_here(rank: int, out: str, *arguments: str) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    import train_fsdp2
+
+    train_fsdp2.train(train_fsdp2.parse([*SHORT, "--out", out, *arguments]), torch.device("cpu"))
+
+
+WAYS: list[tuple[int, list[str]]] = [
+    (4, ["--parallel", "hsdp", "--replicas", "2"]),
+    (2, ["--parallel", "tp", "--tp", "2"]),
+    (4, ["--parallel", "tp", "--tp", "2"]),
+]
+
+
+def assert_close(entries: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [entry["step"] for entry in entries] == list(range(1, 9))
+    for entry, other in zip(entries, expected, strict=True):
+        assert entry == pytest.approx(other, rel=1e-3)
+        assert entry["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def by_fsdp(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("fsdp")
+    ranks(2)(train_here, str(out))
+    return log(out)
+
+
+@pytest.mark.parametrize(("world", "arguments"), WAYS, ids=lambda v: str(v) if isinstance(v, int) else v[1])
+def test_every_way_of_spreading_it_trains_the_same(
+    ranks: Callable[[int], Ranks],
+    by_fsdp: list[dict[str, Any]],
+    tmp_path: Path,
+    world: int,
+    arguments: list[str],
+) -> None:
+    ranks(world)(train_here, str(tmp_path), *arguments)
+    assert_close(log(tmp_path), by_fsdp)
+
+
+def test_another_number_of_ranks_and_another_way_go_on_from_a_checkpoint(
+    ranks: Callable[[int], Ranks], by_fsdp: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    for world, arguments in [(2, ["--parallel", "fsdp"]), *WAYS]:
+        ranks(world)(train_here, str(tmp_path), *arguments)
+        checkpoints = sorted((tmp_path / "checkpoints").iterdir())
+        assert [path.name for path in checkpoints] == ["step-00000006", "step-00000008"]
+        assert_close(log(tmp_path), by_fsdp)
+        shutil.rmtree(checkpoints[-1])

@@ -1,0 +1,44 @@
+"""examples/train_fsdp2.py, where rank 1 is killed twice: in the middle of a step, and after a restart of a save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import train_fsdp2
+
+KILLED_STEP = 27
+
+
+def dies(function: Callable[..., Any], *, in_call: int) -> Callable[..., Any]:
+    """The function, which on rank 1 does not survive one of its calls."""
+    calls = 0
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == in_call and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    return called
+
+
+if __name__ == "__main__":
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if restarts == 0:
+        train_fsdp2.train_step = dies(train_fsdp2.train_step, in_call=KILLED_STEP)
+    elif restarts == 1:
+        FileSystemWriter.write_data = dies(FileSystemWriter.write_data, in_call=1)  # type: ignore[method-assign]
+    if os.environ["RANK"] == "0":
+        folder = train_fsdp2.parse(None).out / "checkpoints"
+        print(f"start {restarts} finds {sorted(path.name for path in folder.glob('*'))}", flush=True)  # noqa: T201
+    train_fsdp2.main()
