@@ -46,19 +46,6 @@ def test_resuming_is_exact(pl: ModuleType, precision: str, tmp_path: Path) -> No
     assert found.scale.item() > 0
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_resuming_in_the_middle_of_an_epoch_is_exact(tmp_path: Path) -> None:
-    pl = lightning_of("lightning.pytorch")
-
-    def fit_saving(ckpt_path: Path | None = None) -> list[torch.Tensor]:
-        saving = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1)
-        model = module(pl, by_step)
-        trainer(pl, Mechanic(), saving, enable_checkpointing=True).fit(model, loader(), ckpt_path=ckpt_path)
-        return weights(model)
-
-    assert same(fit_saving(), fit_saving(tmp_path / "epoch=1-step=8.ckpt"))
-
-
 def test_the_checkpoint_loads_with_weights_only(tmp_path: Path) -> None:
     fit(lightning_of("lightning.pytorch"), 1, save=tmp_path / "half.ckpt")
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
