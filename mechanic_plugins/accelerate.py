@@ -76,16 +76,22 @@ def _keeping_mechanic(mapping: Mapping) -> Mapping:
 def _offloaded(base: Optimizer, mapping: Mapping) -> Any:
     """The CPU optimizer of DeepSpeed that does what the base does: accelerate takes Adam for all it does not know."""
     if isinstance(base, (torch.optim.Adam, torch.optim.AdamW)) or type(base).__module__.startswith("deepspeed."):
-        return mapping(base)
+        return _linear_in_lr(mapping(base))
     if isinstance(base, Lion):
         from deepspeed.ops.lion import DeepSpeedCPULion
 
-        return DeepSpeedCPULion(base.param_groups)
+        return _linear_in_lr(DeepSpeedCPULion(base.param_groups))
     raise ValueError(
         f"offload_optimizer would replace {type(base).__name__} by DeepSpeedCPUAdam, which is another optimizer. Use "
         "Adam, AdamW or Lion, or keep yours by "
         '"zero_force_ds_cpu_optimizer": false and "zero_allow_untested_optimizer": true in the DeepSpeed config.'
     )
+
+
+def _linear_in_lr(offloaded: Any) -> Any:
+    """Adam's and Lion's updates are: said of the class, where Mechanic looks, they keep their digits at a small lr."""
+    type(offloaded).linear_in_lr = True
+    return offloaded
 
 
 install()

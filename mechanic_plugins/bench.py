@@ -7,7 +7,9 @@ ratios to the base. Packages with the same aim are measured beside it where they
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import importlib.util
 import json
 import statistics
 import sys
@@ -26,7 +28,14 @@ from mechanic_plugins.lion import Lion
 
 __all__ = ["Result", "gpt2_shapes", "main", "measure"]
 
-SIZES = {"tiny": (64, 2), "10M": (256, 8), "124M": (768, 12), "355M": (1024, 24), "774M": (1280, 36), "1.56B": (1600, 48)}
+SIZES = {
+    "tiny": (64, 2),
+    "10M": (256, 8),
+    "124M": (768, 12),
+    "355M": (1024, 24),
+    "774M": (1280, 36),
+    "1.56B": (1600, 48),
+}
 """Width and layers."""
 
 Factory = Callable[[list[nn.Parameter]], Any]
@@ -58,7 +67,7 @@ def gpt2_shapes(width: int, layers: int, *, vocabulary: int = 50257) -> list[tup
 
 def bases(device: torch.device) -> dict[str, Factory]:
     """The plain optimizers, in the fastest form torch has for this device."""
-    fast = {"fused": True} if device.type == "cuda" else {"foreach": True}
+    fast: dict[str, Any] = {"fused": True} if device.type == "cuda" else {"foreach": True}
     return {
         "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, **fast),
         "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, **fast),
@@ -76,16 +85,15 @@ def rivals(base: str, device: torch.device) -> dict[str, Factory]:
     }
     if base != "adamw":
         return found
-    for module, build in {
-        "mechanic_pytorch": lambda m: lambda params: m.mechanize(torch.optim.AdamW)(params, lr=1.0),
-        "prodigyopt": lambda m: lambda params: m.Prodigy(params),
-        "dadaptation": lambda m: lambda params: m.DAdaptAdam(params),
-        "schedulefree": lambda m: lambda params: m.AdamWScheduleFree(params),
-    }.items():
-        try:
-            found[module] = build(importlib.import_module(module))
-        except ImportError:
-            continue
+    peers: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
+        "mechanic_pytorch": lambda module, params: module.mechanize(torch.optim.AdamW)(params, lr=1.0),
+        "prodigyopt": lambda module, params: module.Prodigy(params),
+        "dadaptation": lambda module, params: module.DAdaptAdam(params),
+        "schedulefree": lambda module, params: module.AdamWScheduleFree(params),
+    }
+    for name, build in peers.items():
+        if importlib.util.find_spec(name) is not None:
+            found[name] = functools.partial(build, importlib.import_module(name))
     return found
 
 
@@ -191,7 +199,7 @@ class _Run:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.optimizer.step()
             self._wait()
-        return sum(event.count for event in profile.key_averages() if event.device_type != torch.autograd.DeviceType.CPU)
+        return sum(int(event.count) for event in profile.key_averages() if event.device_type.name != "CPU")
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -252,7 +260,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default)
     parser.add_argument("--base", choices=("adamw", "sgd", "lion"), default="adamw")
-    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["124M"] if default == "cuda" else ["10M"])
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["124M"] if default == "cuda" else ["19M"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--json", type=Path, help="write the results here, one object a line")
@@ -277,7 +285,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(result)
             print(f"{size}: {result.name}: {result.ratio:.3f}", file=sys.stderr, flush=True)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"torch {torch.__version__}, {where}, {arguments.base}, {arguments.dtype}; ratio: to the base alone, same run")
+    print(
+        f"torch {torch.__version__}, {where}, {arguments.base}, {arguments.dtype}; ratio: to the base alone, same run"
+    )
     print(table(results))
     if arguments.json is not None:
         arguments.json.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))

@@ -30,17 +30,16 @@ def local_sums(
     maximize: bool,
     device: torch.device,
     workspace: Workspace | None = None,
-    norms: bool = True,
 ) -> Tensor:
     """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over the slots, in float64 on `device`.
 
-    With a workspace, slots that allow it are summed by a GPU kernel; without `norms`, the last three are left 0.
+    With a workspace, slots that allow it are summed by a GPU kernel.
     """
     rows, others = _split(slots, workspace)
     total = torch.zeros(5, dtype=torch.float64, device=device)
     for kind in rows:
         assert workspace is not None
-        total += multi_tensor.sums(kind, workspace, norms=norms).to(device, non_blocking=True)
+        total += multi_tensor.sums(kind, workspace).to(device, non_blocking=True)
     for slot in others:
         total += torch.stack(_sums_of(slot)).to(device, non_blocking=True)
     if maximize:
@@ -104,21 +103,19 @@ def _accumulator(t: Tensor) -> torch.dtype:
 
 def move(
     slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, workspace: Workspace | None = None
-) -> Tensor | None:
+) -> None:
     """From the base's weights to Mechanic's: x = old + (after - before) * delta + after * u; delta += u.
 
     u = x - old is what the base did. `olds` is read only, so that a caller can go back to it if anything raises.
-    All slots have a delta and share one device and dtype. A kernel returns its blocks' shares of <x, x>, <d, x> and
-    <d, d> afterwards.
+    All slots have a delta and share one device and dtype.
     """
     if workspace is not None and multi_tensor.can_run(slots[0].x.device) and all(map(multi_tensor.fits, slots)):
-        return multi_tensor.move(slots, olds, torch.stack([before, after]), workspace)
-    if needs_reference(slots[0].x.dtype):
+        multi_tensor.move(slots, olds, torch.stack([before, after]), workspace)
+    elif needs_reference(slots[0].x.dtype):
         for slot, old in zip(slots, olds, strict=True):
             _move_rounded(slot, old, before=before.float(), after=after.float())
     else:
         _move_by_difference(slots, olds, before=before, after=after)
-    return None
 
 
 def _move_by_difference(slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor) -> None:

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.settings import Settings
-from mechanic_plugins.slots import Slot, needs_reference
+from mechanic_plugins.slots import Slot, delta_dtype, needs_reference
 from mechanic_plugins.tuner import AUTO_FRACTION, TunerState
 
-__all__ = ["Extra", "Table", "Workspace", "advance", "can_run", "fits", "is_row", "move", "norms_of", "point", "sums"]
+__all__ = ["Extra", "Table", "Workspace", "advance", "can_run", "fits", "is_plain", "is_row", "move", "point", "sums"]
 
-SUM_BLOCK, SUM_WARPS = 4096, 8
-MOVE_BLOCK, MOVE_WARPS = 1024, 4
-_PROGRAMS_PER_SM = 4
+SUM_BLOCK, SUM_WARPS, SUM_PROGRAMS = 4096, 8, 4
+MOVE_BLOCK, MOVE_WARPS, MOVE_PROGRAMS = 512, 4, 12
+"""Elements a block, warps a program, and programs on each of the GPU's processors."""
+_COLLECT_BLOCK = 256
 _KEPT_TABLES = 32
 
 
@@ -48,6 +49,11 @@ def can_run(device: torch.device) -> bool:
 def fits(slot: Slot) -> bool:
     """Whether a slot's tensors lie in memory one after the other, so that kernels may walk them as one row."""
     return slot.delta is not None and slot.x.is_floating_point() and is_row(slot.x)
+
+
+def is_plain(slot: Slot) -> bool:
+    """Whether weights and gradient lie in memory alike, one after the other."""
+    return is_row(slot.x) and (slot.grad is None or slot.grad.stride() == slot.x.stride())
 
 
 def is_row(x: Tensor) -> bool:
@@ -97,7 +103,9 @@ class Table:
     def constant(self, numbers: tuple[float, ...]) -> Tensor:
         """Float64 numbers on the device, copied there once."""
         if numbers not in self.constants:
-            self.constants = {numbers: self._on_device(torch.tensor(numbers, dtype=torch.float64))}
+            if len(self.constants) > _KEPT_TABLES:
+                self.constants.clear()
+            self.constants[numbers] = self._on_device(torch.tensor(numbers, dtype=torch.float64))
         return self.constants[numbers]
 
     def tiled(self, size: int) -> Tiles:
@@ -178,17 +186,25 @@ def kind_of(slot: Slot) -> tuple[Any, ...]:
     return slot.x.device, slot.x.dtype, grad
 
 
-def sums(slots: Sequence[Slot], workspace: Workspace, *, norms: bool = True) -> Tensor:
-    """The five sums over slots of one kind, in float64; without `norms` the last three are 0 and x is not read."""
+def sums(slots: Sequence[Slot], workspace: Workspace) -> Tensor:
+    """The five sums over slots of one kind, in float64."""
+    table = workspace.table(("sums", *kind_of(slots[0])), slots)
+    pointers, _alive = point(table, slots)
+    out = torch.zeros(6, dtype=torch.float64, device=slots[0].x.device)
+    partial = partial_sums(table, pointers, kind_of(slots[0]), norms=True)
+    collect(out[:5], out[5:], partial, None, constants=table.constant((1.0, 0.0)), maximize=False)
+    return out[:5]
+
+
+def partial_sums(table: Table, pointers: Tensor, kind: tuple[Any, ...], *, norms: bool) -> Tensor:
+    """Five partial sums for each program; without `norms`, x is not read and the last three are left out."""
     from mechanic_plugins import triton_kernels as kernels
 
-    x = slots[0].x
-    table = workspace.table(("sums", *kind_of(slots[0])), slots)
+    device, xtype, gtype = kind
     tiles = table.tiled(SUM_BLOCK)
-    pointers, _alive = point(table, slots)
-    programs = min(tiles.count, _PROGRAMS_PER_SM * _processors(x.device))
-    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
-    out = torch.zeros(max(programs, 1), 5, dtype=acc, device=x.device)
+    programs = min(tiles.count, SUM_PROGRAMS * _processors(device))
+    acc = torch.float64 if xtype == torch.float64 else torch.float32
+    out = torch.empty(programs, 5, dtype=acc, device=device)
     if programs:
         kernels.sums_kernel[(programs,)](
             pointers,
@@ -196,20 +212,50 @@ def sums(slots: Sequence[Slot], workspace: Workspace, *, norms: bool = True) -> 
             tiles.firsts,
             out,
             tiles.count,
-            xtype=triton_type(x.dtype),
-            gtype=triton_type(kind_of(slots[0])[2]),
-            dtype=triton_type(_delta(slots[0]).dtype),
+            xtype=triton_type(xtype),
+            gtype=triton_type(gtype),
+            dtype=triton_type(delta_dtype(xtype)),
             acc=triton_type(acc),
             NORMS=norms,
             ALIGNED=table.is_aligned,
             SIZE=SUM_BLOCK,
             num_warps=SUM_WARPS,
         )
-    return out.sum(0, dtype=torch.float64)
+    return out
 
 
-def move(slots: Sequence[Slot], olds: Sequence[Tensor], scales: Tensor, workspace: Workspace) -> Tensor:
-    """From the base's weights to Mechanic's, for slots of one kind; returns the blocks' shares of the next norms."""
+def collect(
+    out: Tensor,
+    count: Tensor,
+    partial: Tensor,
+    norms: Tensor | None,
+    *,
+    constants: Tensor,
+    maximize: bool,
+) -> None:
+    """Adds partial sums to five of a tuner's, the last three from `norms` where they are known.
+
+    `constants` holds the weight they are counted with, and how many gradients to add to `count`.
+    """
+    from mechanic_plugins import triton_kernels as kernels
+
+    kernels.collect_kernel[(1,)](
+        partial,
+        len(partial),
+        partial if norms is None else norms,
+        0 if norms is None else len(norms),
+        constants,
+        out,
+        count,
+        NORMS_APART=norms is not None,
+        MAXIMIZE=maximize,
+        SIZE=_COLLECT_BLOCK,
+        num_warps=4,
+    )
+
+
+def move(slots: Sequence[Slot], olds: Sequence[Tensor], scales: Tensor, workspace: Workspace) -> None:
+    """From the base's weights to Mechanic's, for slots of one kind."""
     from mechanic_plugins import triton_kernels as kernels
 
     x = slots[0].x
@@ -217,16 +263,16 @@ def move(slots: Sequence[Slot], olds: Sequence[Tensor], scales: Tensor, workspac
     tiles = table.tiled(MOVE_BLOCK)
     pointers, _alive = point(table, [slot._replace(grad=None) for slot in slots], olds=olds)
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
-    norms = torch.empty(tiles.count, 3, dtype=acc, device=x.device)
-    if tiles.count:
-        kernels.move_kernel[(tiles.count,)](
+    programs = move_programs(tiles, x.device)
+    if programs:
+        kernels.move_kernel[(programs,)](
             pointers,
             tiles.blocks,
             tiles.firsts,
+            tiles.count,
             scales,
-            norms,
             xtype=triton_type(x.dtype),
-            dtype=triton_type(_delta(slots[0]).dtype),
+            dtype=triton_type(delta_dtype(x.dtype)),
             acc=triton_type(acc),
             LOW=needs_reference(x.dtype),
             ALIGNED=table.is_aligned,
@@ -234,7 +280,11 @@ def move(slots: Sequence[Slot], olds: Sequence[Tensor], scales: Tensor, workspac
             num_warps=MOVE_WARPS,
         )
         torch.autograd.graph.increment_version([slot.x for slot in slots])
-    return norms
+
+
+def move_programs(tiles: Tiles, device: torch.device) -> int:
+    """How many programs share the blocks of a move."""
+    return min(tiles.count, MOVE_PROGRAMS * _processors(device))
 
 
 _RULES = ("paper", "experiments", "optax", "theory")
@@ -249,6 +299,7 @@ def advance(
     betas: Tensor,
     constants: Tensor,
     hold: bool,
+    in_place: bool,
 ) -> tuple[TunerState, Tensor, Tensor]:
     """`tuner.advance` in one launch, with the decision whether the step is made.
 
@@ -260,6 +311,7 @@ def advance(
         betas: `settings.betas` on the device.
         constants: What `tuner_constants` says, on the device.
         hold: Leave the tuner as it is.
+        in_place: Write over the state and the counters: what a captured graph needs, which reads them where they were.
 
     Returns:
         The next state, the next counters, and for each tuner the scale before and after and whether the step is made.
@@ -291,7 +343,12 @@ def advance(
         N=triton_power(n),
         num_warps=1,
     )
-    return unpacked(new.view(tuners, width)), new_counters, scales.view(tuners, 3)
+    after = unpacked(new.view(tuners, width))
+    if not in_place:
+        return after, new_counters, scales.view(tuners, 3)
+    for theirs, ours in zip((*state, counters), (*after, new_counters), strict=True):
+        theirs.copy_(ours)
+    return state, counters, scales.view(tuners, 3)
 
 
 def tuner_constants(settings: Settings) -> tuple[float, ...]:
@@ -317,16 +374,6 @@ def unpacked(table: Tensor) -> TunerState:
 def triton_power(number: int) -> int:
     """The next power of two: what Triton can hold."""
     return 1 << max(number - 1, 0).bit_length()
-
-
-def norms_of(parts: Sequence[Tensor]) -> Tensor:
-    """<x, x>, <d, x>, <d, d> from the blocks' shares."""
-    return torch.stack([part.sum(0, dtype=torch.float64) for part in parts]).sum(0)
-
-
-def _delta(slot: Slot) -> Tensor:
-    assert slot.delta is not None
-    return slot.delta
 
 
 @functools.cache

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from mechanic_plugins import bases, checkpoint, multi_tensor
+from mechanic_plugins import bases, checkpoint, fused, multi_tensor
 from mechanic_plugins.checkpoint import DELTA, PREFIX, REF, Progress
 from mechanic_plugins.passes import Backend, Decision, Entry, Passes, check_backend, zeros_like
 from mechanic_plugins.settings import Settings
@@ -140,11 +141,15 @@ class MechanicOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- the step
 
+    @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Algorithm 1. A step with a gradient that is not finite, or with none at all, changes nothing."""
         closure, loss = _evaluated(closure)
         self._leave_dry_run()
+        plan = self._passes.plan(tuple(map(id, self._params())))
+        if plan is not None:
+            return self._follow(plan, loss)
         entries = self._entries()
         self._fused = self._passes.is_fused(entries)
         if self._decision is not None:
@@ -154,6 +159,19 @@ class MechanicOptimizer(Optimizer):
             return self._make_dry_run(entries)
         with _tuner_restored_on_error(self._progress):
             return self._play(entries, self.decide(sums), closure, loss)
+
+    def _follow(self, plan: fused.Plan, loss: Any) -> Any:
+        """The same for a fused step whose parameters and state are where they were in the last one."""
+        self._fused = True
+        decision = self._decision
+        with _tuner_restored_on_error(self._progress):
+            if decision is None:
+                tuner = self._progress.tuner
+                sums = plan.sums(tuners=len(tuner.s), device=tuner.s.device)
+                decision = self.decide(self._counting().reduction.start(sums)())
+            if decision.moves is not False:
+                plan.play(decision.scales(), unit=self._delta_unit())
+        return loss
 
     def decide(self, sums: Tensor) -> Decision:
         """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
@@ -171,19 +189,21 @@ class MechanicOptimizer(Optimizer):
         progress = self._progress
         hold = not self._resolve_unit() or progress.frozen
         settings = self._constants()
+        counters = _counters(progress)
         progress.tuner, counters, scales = multi_tensor.advance(
             progress.tuner,
             sums,
-            torch.stack([progress.steps, progress.skipped]),
+            counters,
             settings=settings,
             betas=self._on_device(settings.betas),
             constants=self._on_device(multi_tensor.tuner_constants(settings)),
             hold=hold,
+            in_place=fused.is_capturing(sums.device),
         )
         progress.steps, progress.skipped = counters.unbind()
         before, after, made = scales.unbind(1)
         self._note_lrs()
-        return Decision(self._made_known(made[0] > 0), before, after)
+        return Decision(self._made_known(made[0]), before, after, scales)
 
     def _made_known(self, moves: Tensor) -> bool | Tensor:
         """Whether the step is made: for a base that cannot be told on the device, by waiting for it."""
@@ -532,6 +552,14 @@ def _tuner_restored_on_error(progress: Progress) -> Iterator[None]:
     except BaseException:
         progress.tuner, progress.steps = tuner, steps
         raise
+
+
+def _counters(progress: Progress) -> Tensor:
+    """Steps and skipped side by side; the GPU's tuner leaves them so."""
+    steps, skipped = progress.steps, progress.skipped
+    if steps._base is not None and steps._base is skipped._base:
+        return steps.as_strided((2,), (1,))
+    return torch.stack([steps, skipped])
 
 
 def _peak_lr(group: Group) -> float:

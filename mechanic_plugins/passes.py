@@ -7,7 +7,7 @@ pass without a snapshot.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
@@ -31,6 +31,7 @@ Group = dict[str, Any]
 
 SNAPSHOT_BYTES = 256 * 2**20
 """The most that a snapshot holds at once, if no single parameter is larger."""
+_KEPT_PLANS = 64
 
 
 class Entry(NamedTuple):
@@ -49,26 +50,22 @@ class Decision(NamedTuple):
     moves: bool | Tensor
     before: Tensor
     after: Tensor
+    packed: Tensor | None = None
 
-    def scales(self, device: torch.device) -> Tensor:
+    def scales(self) -> Tensor:
         """Before, after and whether the step is made, for each tuner."""
-        made = self.before.new_ones(()) if isinstance(self.moves, bool) else self.moves.to(self.before.dtype)
-        return torch.stack([self.before, self.after, made.expand_as(self.before)], dim=1).to(device, non_blocking=True)
+        if self.packed is not None:
+            return self.packed
+        made = torch.as_tensor(self.moves, dtype=self.before.dtype, device=self.before.device)
+        return torch.stack([self.before, self.after, made.expand_as(self.before)], dim=1)
 
 
 class Batch(NamedTuple):
-    """Entries that move together (one tuner, weight, device and dtype), and their weights from before the step."""
+    """Entries that move together (one tuner, device and dtype), and their weights from before the base's step."""
 
     entries: list[Entry]
     row: int
     olds: list[Tensor]
-
-
-class _Norms(NamedTuple):
-    """<x, x>, <d, x>, <d, d> as the last step left them, and how to tell that nobody has touched x or d since."""
-
-    stamp: list[tuple[int, int, int]]
-    parts: dict[tuple[int, float], list[Tensor]]
 
 
 def check_backend(backend: str) -> None:
@@ -85,7 +82,7 @@ class Passes:
         self.base = base
         self.backend = backend
         self.workspace = None if backend == "foreach" else multi_tensor.Workspace()
-        self._norms: _Norms | None = None
+        self._plans: OrderedDict[tuple[int, ...], fused.Plan] = OrderedDict()
 
     # ---------------------------------------------------------------- the sums
 
@@ -94,64 +91,42 @@ class Passes:
         buckets = defaultdict(list)
         for entry in entries:
             buckets[entry.row, entry.weight, bool(entry.group.get("maximize"))].append(entry.slot)
-        known = self._known_norms(entries)
         table = torch.zeros(tuners, len(SUMS), dtype=torch.float64, device=device)
         for (row, weight, maximize), slots in buckets.items():
-            part = kernels.local_sums(
-                slots, maximize=maximize, device=device, workspace=self.workspace, norms=known is None
-            )
+            part = kernels.local_sums(slots, maximize=maximize, device=device, workspace=self.workspace)
             table[row].add_(part, alpha=weight)
-        for (row, weight), parts in (known or {}).items():
-            table[row, 2:].add_(multi_tensor.norms_of(parts).to(device, non_blocking=True), alpha=weight)
         gradients = sum(entry.slot.grad is not None for entry in entries)
         return torch.cat([table.flatten(), table.new_full((1,), gradients)])
-
-    def _known_norms(self, entries: Sequence[Entry]) -> dict[tuple[int, float], list[Tensor]] | None:
-        """The last step's, where it left them and nothing has changed: the sums then need not read the weights.
-
-        A change through `.data` leaves no mark: the norms are then one step old, which only the s_decay term sees.
-        """
-        norms, self._norms = self._norms, None
-        return norms.parts if norms is not None and norms.stamp == _stamp(entries) else None
 
     # ---------------------------------------------------------------- the step
 
     def play(self, entries: Sequence[Entry], decision: Decision, *, unit: float, closure: Closure | None) -> Any:
         """Steps the base at lr / unit and moves the weights as decided; returns what the base returned."""
         if self.is_fused(entries):
-            return self._play_fused(entries, decision, unit=unit)
+            self._start_plan(entries).play(decision.scales(), unit=unit)
+            return None
         result = None
-        moved: list[tuple[Batch, Tensor | None]] = []
         for chunk in self._chunks(entries, closure):
             batches = _snapshots(chunk)
             with _restored_on_error(batches):
                 with _only(chunk, self.base, of=entries), _at_unit_lr(self.base, unit), _skipping(self.base, decision):
                     result = self.base.step() if closure is None else self.base.step(closure)
-                moved += [(batch._replace(olds=[]), self._move(batch, decision)) for batch in batches]
-        self._remember(entries, [((b.row, b.entries[0].weight), norms) for b, norms in moved])
+                for batch in batches:
+                    self._move(batch, decision)
         return result
 
-    def _move(self, batch: Batch, decision: Decision) -> Tensor | None:
+    def _move(self, batch: Batch, decision: Decision) -> None:
         slots = [self.completed(e, old) for e, old in zip(batch.entries, batch.olds, strict=True)]
         device = slots[0].x.device
         before, after = (t[batch.row].to(device, non_blocking=True) for t in (decision.before, decision.after))
-        return kernels.move(slots, batch.olds, before=before, after=after, workspace=self.workspace)
-
-    def _remember(self, entries: Sequence[Entry], norms: Sequence[tuple[tuple[int, float], Tensor | None]]) -> None:
-        """The norms that this step left, if kernels took them for every parameter."""
-        parts = defaultdict(list)
-        for key, shares in norms:
-            if shares is None:
-                return
-            parts[key].append(shares)
-        self._norms = _Norms(_stamp(entries), parts)
+        kernels.move(slots, batch.olds, before=before, after=after, workspace=self.workspace)
 
     def is_fused(self, entries: Sequence[Entry]) -> bool:
         """Whether this step is made in one pass."""
-        if self.backend in ("foreach", "triton"):
+        if self.backend in ("foreach", "triton") or not entries:
             return False
         possible = fused.can_fuse(self.base) and all(
-            multi_tensor.can_run(e.slot.x.device) and multi_tensor.is_row(e.slot.x) and e.slot.x.dtype in fused.DTYPES
+            multi_tensor.can_run(e.slot.x.device) and e.slot.x.dtype in fused.DTYPES and multi_tensor.is_plain(e.slot)
             for e in entries
         )
         if self.backend == "fused" and not possible:
@@ -162,21 +137,22 @@ class Passes:
             )
         return possible
 
-    def _play_fused(self, entries: Sequence[Entry], decision: Decision, *, unit: float) -> None:
-        fused.prepare(self.base, [entry.param for entry in entries if entry.slot.grad is not None])
-        parts: dict[Any, list[Entry]] = defaultdict(list)
-        for entry in entries:
-            kind = multi_tensor.kind_of(entry.slot)
-            parts[id(entry.group), entry.row, entry.weight, kind].append(entry)
-        launches = [self._fused_part(part) for part in parts.values()]
-        scales = decision.scales(entries[0].slot.x.device)
-        norms = fused.step(self.base, launches, scales, unit=unit, workspace=self.workspace)
-        keys = [(part[0].row, part[0].weight) for part in parts.values()]
-        self._remember(entries, list(zip(keys, norms, strict=True)))
+    def plan(self, key: tuple[int, ...]) -> fused.Plan | None:
+        """The fused pass over the parameters with these ids, where an earlier step has set it up and it still fits."""
+        plan = self._plans.get(key)
+        return plan if plan is not None and plan.is_current(key) else None
 
-    def _fused_part(self, entries: list[Entry]) -> fused.Part:
-        slots = [self.completed(entry, entry.slot.x) for entry in entries]
-        return fused.Part(entries[0].group, [entry.param for entry in entries], slots, entries[0].row)
+    def _start_plan(self, entries: Sequence[Entry]) -> fused.Plan:
+        fused.prepare(self.base, [entry.param for entry in entries if entry.slot.grad is not None])
+        for entry in entries:
+            self.completed(entry, entry.slot.x)
+        key = tuple(id(p) for group in self.base.param_groups for p in group["params"])
+        plan = fused.Plan.of(self.base, key, [(e.param, e.group, e.row, e.weight) for e in entries])
+        assert plan.is_current(key)
+        self._plans[key] = plan
+        if len(self._plans) > _KEPT_PLANS:
+            self._plans.popitem(last=False)
+        return plan
 
     def completed(self, entry: Entry, old: Tensor) -> Slot:
         """The slot with a delta. Never before the base has its state: bases take an empty one for a new parameter."""
@@ -214,17 +190,10 @@ def zeros_like(p: Tensor) -> Tensor:
     return torch.zeros_like(p, dtype=delta_dtype(p.dtype), requires_grad=False)
 
 
-def _stamp(entries: Sequence[Entry]) -> list[tuple[int, int, int]]:
-    return [
-        (e.slot.x.data_ptr(), e.slot.x._version, 0 if e.slot.delta is None else e.slot.delta.data_ptr())
-        for e in entries
-    ]
-
-
 def _snapshots(entries: Sequence[Entry]) -> list[Batch]:
     kinds = defaultdict(list)
     for entry in entries:
-        kinds[entry.row, entry.weight, entry.slot.x.device, entry.slot.x.dtype].append(entry)
+        kinds[entry.row, entry.slot.x.device, entry.slot.x.dtype].append(entry)
     return [Batch(part, row, _clones([e.slot.x.detach() for e in part])) for (row, *_), part in kinds.items()]
 
 
@@ -252,10 +221,12 @@ def _only(chunk: Sequence[Entry], base: Optimizer, *, of: Sequence[Entry]) -> It
         yield
         return
     params = [group["params"] for group in base.param_groups]
-    shown = {id(entry.param) for entry in chunk}
+    shown = defaultdict(list)
+    for entry in chunk:
+        shown[id(entry.group)].append(entry.param)
     try:
         for group in base.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in shown]
+            group["params"] = shown.get(id(group), [])
         yield
     finally:
         for group, all_of_them in zip(base.param_groups, params, strict=True):
@@ -284,7 +255,7 @@ def _skipping(base: Any, decision: Decision) -> Iterator[None]:
     if isinstance(decision.moves, bool):
         yield
         return
-    base.found_inf = (~decision.moves).to(torch.float32)
+    base.found_inf = decision.moves.logical_not().to(torch.float32)
     try:
         yield
     finally:

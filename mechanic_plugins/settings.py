@@ -55,6 +55,11 @@ class Settings:
                 f"eps must be > 0 with rule={self.rule!r}, got {self.eps!r}: "
                 "that rule divides eps by eps in its first step. Use 1e-8, or rule='paper'."
             )
+        if self.rule == "theory" and self.smoothing:
+            raise ValueError(
+                f"smoothing must be 0 with rule='theory', got {self.smoothing!r}: a smoothed bet may exceed the wealth "
+                "that the rule's bound allows, and the wealth then falls below 0. Use rule='paper', or smoothing=0."
+            )
         if self.max_scale is not None and not (_is_number(self.max_scale) and 0 < self.max_scale < math.inf):
             raise ValueError(
                 f"max_scale must be a finite number > 0, got {self.max_scale!r}: "

@@ -14,12 +14,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mechanic_plugins.reduction import AllReduce, Identity, Reduction
 
 __all__ = ["Counting", "align_gradients", "is_dtensor", "local", "reduction_for", "refuse_unattached"]
+
+
+_PLAIN = (torch.nn.Parameter, Tensor, type(None))
+"""By far the most frequent: told apart without asking what a DTensor is."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ def is_dtensor(t: object) -> bool:
 
 def local(t: Any) -> Any:
     """This rank's part. Never kept across steps: FSDP may put another tensor there."""
+    if type(t) in _PLAIN:
+        return t
     return t._local_tensor if is_dtensor(t) else t
 
 
@@ -95,6 +102,8 @@ def align_gradients(params: Iterable[Tensor]) -> None:
     Sequence-parallel norms have replicated weights and Partial gradients; the base needs them summed as we do.
     """
     for p in params:
+        if type(p) in _PLAIN:
+            continue
         if p.grad is not None and is_dtensor(p) and p.grad.placements != p.placements:  # type: ignore[attr-defined]
             p.grad = p.grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
 

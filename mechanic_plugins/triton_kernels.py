@@ -97,35 +97,66 @@ def _played(row, at, mask, x, d, u, before, after, xtype: tl.constexpr, LOW: tl.
 
 
 @triton.jit
-def _write_norms(out, block, x, d, mask, acc: tl.constexpr):
-    """The next step's <x, x>, <d, x>, <d, d>, while both are in registers."""
-    x = tl.where(mask, x, 0.0).to(acc)
-    d = tl.where(mask, d, 0.0).to(acc)
-    tl.store(out + block * 3 + 0, tl.sum(x * x))
-    tl.store(out + block * 3 + 1, tl.sum(d * x))
-    tl.store(out + block * 3 + 2, tl.sum(d * d))
-
-
-@triton.jit
 def move_kernel(
-    table, blocks, firsts, scales, norms, xtype: tl.constexpr, dtype: tl.constexpr, acc: tl.constexpr,
+    table, blocks, firsts, count, scales, xtype: tl.constexpr, dtype: tl.constexpr, acc: tl.constexpr,
     LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """After any base's step: from its weights to Mechanic's."""
-    block = tl.program_id(0).to(tl.int64)
     before = tl.load(scales + 0).to(acc)
     after = tl.load(scales + 1).to(acc)
-    row, at, numel = _place(table, blocks, firsts, block, SIZE)
-    mask = at < numel
-    place = _pointer(row, _X, xtype, ALIGNED) + at
-    old = tl.load(_pointer(row, _OLD, xtype, ALIGNED) + at, mask, 0.0).to(acc)
-    u = tl.load(place, mask, 0.0).to(acc) - old
-    delta = _pointer(row, _DELTA, dtype, ALIGNED) + at
-    d = tl.load(delta, mask, 0.0).to(acc)
-    x = _played(row, at, mask, old, d, u, before, after, xtype, LOW, ALIGNED).to(xtype)
-    tl.store(place, x, mask)
-    tl.store(delta, d + u, mask)
-    _write_norms(norms, block, x, d + u, mask, acc)
+    for block in range(tl.program_id(0), count, tl.num_programs(0)):
+        row, at, numel = _place(table, blocks, firsts, block, SIZE)
+        mask = at < numel
+        place = _pointer(row, _X, xtype, ALIGNED) + at
+        old = tl.load(_pointer(row, _OLD, xtype, ALIGNED) + at, mask, 0.0).to(acc)
+        u = tl.load(place, mask, 0.0).to(acc) - old
+        delta = _pointer(row, _DELTA, dtype, ALIGNED) + at
+        d = tl.load(delta, mask, 0.0).to(acc)
+        x = _played(row, at, mask, old, d, u, before, after, xtype, LOW, ALIGNED)
+        tl.store(place, x.to(xtype), mask)
+        tl.store(delta, d + u, mask)
+
+
+@triton.jit
+def collect_kernel(
+    sums, programs, norms, norm_programs, constants, out, count,
+    NORMS_APART: tl.constexpr, MAXIMIZE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Adds the programs' partial sums, in float64 and always in the same order, to a tuner's five.
+
+    `constants` holds the weight they are counted with, and the number of gradients.
+    """
+    weight = tl.load(constants)
+    lane = tl.arange(0, SIZE)
+    dg = tl.zeros([SIZE], tl.float64)
+    gg = tl.zeros([SIZE], tl.float64)
+    xx = tl.zeros([SIZE], tl.float64)
+    dx = tl.zeros([SIZE], tl.float64)
+    dd = tl.zeros([SIZE], tl.float64)
+    for start in range(0, programs, SIZE):
+        inside = start + lane < programs
+        place = sums + (start + lane) * 5
+        dg += tl.load(place, inside, 0.0).to(tl.float64)
+        gg += tl.load(place + 1, inside, 0.0).to(tl.float64)
+        if not NORMS_APART:
+            xx += tl.load(place + 2, inside, 0.0).to(tl.float64)
+            dx += tl.load(place + 3, inside, 0.0).to(tl.float64)
+            dd += tl.load(place + 4, inside, 0.0).to(tl.float64)
+    if NORMS_APART:
+        for start in range(0, norm_programs, SIZE):
+            inside = start + lane < norm_programs
+            place = norms + (start + lane) * 3
+            xx += tl.load(place, inside, 0.0).to(tl.float64)
+            dx += tl.load(place + 1, inside, 0.0).to(tl.float64)
+            dd += tl.load(place + 2, inside, 0.0).to(tl.float64)
+    if MAXIMIZE:
+        dg = -dg
+    tl.store(out + 0, tl.load(out + 0) + tl.sum(dg) * weight)
+    tl.store(out + 1, tl.load(out + 1) + tl.sum(gg) * weight)
+    tl.store(out + 2, tl.load(out + 2) + tl.sum(xx) * weight)
+    tl.store(out + 3, tl.load(out + 3) + tl.sum(dx) * weight)
+    tl.store(out + 4, tl.load(out + 4) + tl.sum(dd) * weight)
+    tl.store(count, tl.load(count) + tl.load(constants + 1))
 
 
 @triton.jit
@@ -194,50 +225,65 @@ def _lion(row, at, mask, x, g, lr, wd, beta1, beta2, mtype: tl.constexpr, ALIGNE
 
 
 @triton.jit
+def _store_norms(norms, xx, dx, dd):
+    norms += tl.program_id(0) * 3
+    tl.store(norms + 0, tl.sum(xx))
+    tl.store(norms + 1, tl.sum(dx))
+    tl.store(norms + 2, tl.sum(dd))
+
+
+@triton.jit
 def fused_kernel(
-    table, blocks, firsts, scales, norms, corrections, lr, lr_factor, wd, a, b, c, LR_IS_TENSOR: tl.constexpr,
+    table, blocks, firsts, count, scales, norms, corrections, lr, lr_factor, wd, a, b, c, LR_IS_TENSOR: tl.constexpr,
     KIND: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
-    xtype: tl.constexpr, gtype: tl.constexpr, dtype: tl.constexpr, mtype: tl.constexpr,
+    xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr,
     LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The base's update and Mechanic's move in one pass. a, b and c are the base's own constants."""
     if tl.load(scales + 2) == 0:  # a gradient somewhere is not finite: nothing is touched
         return
     before = tl.load(scales + 0).to(tl.float32)
-    after = tl.load(scales + 1)
-    step = (after - tl.load(scales + 0)).to(tl.float32)
-    after = after.to(tl.float32)
+    step = (tl.load(scales + 1) - tl.load(scales + 0)).to(tl.float32)
+    after = tl.load(scales + 1).to(tl.float32)
     if LR_IS_TENSOR:
         lr = tl.load(lr).to(tl.float32) * lr_factor
-    block = tl.program_id(0).to(tl.int64)
-    row, at, numel = _place(table, blocks, firsts, block, SIZE)
-    mask = at < numel
-    place = _pointer(row, _X, xtype, ALIGNED) + at
-    delta = _pointer(row, _DELTA, dtype, ALIGNED) + at
-    x = tl.load(place, mask, 0.0).to(tl.float32)
-    d = tl.load(delta, mask, 0.0)
-    has_gradient = tl.load(row + _GRAD) != 0
-    used = mask & has_gradient
-    g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, used, 0.0).to(tl.float32)
-    if MAXIMIZE:
-        g = -g
-    index = tl.load(blocks + block)
-    if KIND == 0:
-        u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, False, ALIGNED)
-    elif KIND == 1:
-        u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, True, ALIGNED)
-    elif KIND == 2:
-        u = _sgd(row, at, used, x, g, lr, wd, a, mtype, MOMENTUM, NESTEROV, ALIGNED)
-    else:
-        u = _lion(row, at, used, x, g, lr, wd, a, b, mtype, ALIGNED)
-    u = tl.where(has_gradient, u, 0.0)
-    if LOW:
-        x = _played(row, at, mask, x, d, u, before, after, xtype, LOW, ALIGNED).to(xtype)
-    else:
-        x = x + (step * d + after * u)
-    tl.store(place, x, mask)
-    tl.store(delta, d + u, mask)
-    _write_norms(norms, block, x, d + u, mask, tl.float32)
+    xx = tl.zeros([SIZE], tl.float32)
+    dx = tl.zeros([SIZE], tl.float32)
+    dd = tl.zeros([SIZE], tl.float32)
+    for block in range(tl.program_id(0), count, tl.num_programs(0)):
+        row, at, numel = _place(table, blocks, firsts, block, SIZE)
+        mask = at < numel
+        place = _pointer(row, _X, xtype, ALIGNED) + at
+        delta = _pointer(row, _DELTA, tl.float32, ALIGNED) + at
+        x = tl.load(place, mask, 0.0).to(tl.float32)
+        d = tl.load(delta, mask, 0.0)
+        has_gradient = tl.load(row + _GRAD) != 0
+        used = mask & has_gradient
+        g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, used, 0.0).to(tl.float32)
+        if MAXIMIZE:
+            g = -g
+        index = tl.load(blocks + block)
+        if KIND == 0:
+            u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, False, ALIGNED)
+        elif KIND == 1:
+            u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, True, ALIGNED)
+        elif KIND == 2:
+            u = _sgd(row, at, used, x, g, lr, wd, a, mtype, MOMENTUM, NESTEROV, ALIGNED)
+        else:
+            u = _lion(row, at, used, x, g, lr, wd, a, b, mtype, ALIGNED)
+        u = tl.where(used, u, 0.0)
+        if LOW:
+            played = _played(row, at, mask, x, d, u, before, after, xtype, LOW, ALIGNED).to(xtype)
+        else:
+            played = x + (step * d + after * u)
+        d += u
+        tl.store(place, played, mask)
+        tl.store(delta, d, mask)
+        x = played.to(tl.float32)
+        xx += x * x
+        dx += d * x
+        dd += d * d
+    _store_norms(norms, xx, dx, dd)
 
 
 @triton.jit

@@ -28,8 +28,8 @@ FLOORS = [
     {"reduction"},
     {"sharding"},
     {"lion", "muon"},  # optimizers to wrap, which torch has not
-    {"fused"},
     {"bases", "checkpoint"},
+    {"fused"},
     {"passes"},
     {"optimizer"},
     {"api"},

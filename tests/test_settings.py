@@ -44,6 +44,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"smoothing": -0.1}, ("got -0.1", "moving average", "0 turns it off")),
     ({"smoothing": 1.0}, ("got 1.0", "moving average", "0 turns it off")),
     ({"smoothing": NAN}, ("got nan", "moving average", "0 turns it off")),
+    ({"smoothing": 0.9, "rule": "theory"}, ("got 0.9", "exceed the wealth", "rule='paper'")),
     ({"smoothing": None}, ("got None", "moving average", "0 turns it off")),
     ({"max_scale": 0.0}, ("got 0.0", "would never leave zero", "None for no cap")),
     ({"max_scale": -1.0}, ("got -1.0", "would never leave zero", "None for no cap")),

@@ -115,9 +115,11 @@ LOOPS: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "world", "loop"), LOOPS, ids=lambda v: str(v))
 def test_accumulation_and_clipping(ranks: Callable[[int], Ranks], name: str, world: int, loop: dict[str, Any]) -> None:
-    options = {"base": "adamw", "dtype": "float64"}
+    # FSDP1's clip_grad_norm_ takes norms in float32 and refuses float64
+    dtype = "float32" if name.startswith("fsdp1") and "clip" in loop else "float64"
+    options = {"base": "adamw", "dtype": dtype}
     results = ranks(world)(train, name, options, loop)
-    assert_all_close(results, alone(options, loop), tolerance=TOLERANCE["float64"])
+    assert_all_close(results, alone(options, loop), tolerance=TOLERANCE[dtype])
 
 
 def test_groups_share_one_collective(ranks: Callable[[int], Ranks]) -> None:
@@ -154,9 +156,11 @@ def _h_from_full_tensors(run: Run) -> float:
     opt = run.optimizer
     d, g, x = [], [], []
     for p in run.setup.model.parameters():
+        known = opt.state.get(p, {}).get("mechanic_delta")
         grad = p.grad if p.grad is not None else torch.zeros_like(p)
-        delta = opt.state.get(p, {}).get("mechanic_delta", torch.zeros_like(p))
-        for total, t in ((d, delta), (g, grad), (x, p.detach())):
+        delta = known if known is not None else torch.zeros_like(p)
+        takes_part = p.grad is not None or known is not None
+        for total, t in ((d, delta), (g, grad), (x, p.detach() * takes_part)):
             total.append(full(t).double().flatten())
     delta, grad, weights = torch.cat(d), torch.cat(g), torch.cat(x)
     lr = opt.param_groups[0]["lr"]

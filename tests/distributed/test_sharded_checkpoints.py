@@ -50,7 +50,7 @@ def torch_save(old: Run, new: Run, folder: str) -> None:
 
 
 def through_a_file(state: Any) -> Any:
-    """Saved and loaded: a state dict shares its tensors with the live objects, and torch's loading keeps them shared."""
+    """Saved and loaded: a state dict shares its tensors with the live objects, and torch's load keeps them shared."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -93,7 +93,12 @@ def dcp_load(run: Run, folder: str, options: StateDictOptions | None = None) -> 
 
 
 _FSDP1_KINDS: dict[str, tuple[Any, Any, Any]] = {
-    "fsdp1_full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()),
+    # offload_to_cpu=True lets all states of a parameter share memory on a CPU: a plain AdamW is damaged too
+    "fsdp1_full": (
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(),
+        FullOptimStateDictConfig(offload_to_cpu=False),
+    ),
     "fsdp1_sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
 }
 
@@ -101,9 +106,10 @@ _FSDP1_KINDS: dict[str, tuple[Any, Any, Any]] = {
 def fsdp1_own(old: Run, new: Run, folder: str, way: str) -> None:
     """FullyShardedDataParallel.optim_state_dict and optim_state_dict_to_load."""
     kind, model_config, optim_config = _FSDP1_KINDS[way]
+    copied = through_a_file if way == "fsdp1_full" else lambda state: state  # ShardedTensors do not load weights_only
     with FullyShardedDataParallel.state_dict_type(old.setup.model, kind, model_config, optim_config):
-        model = through_a_file(old.setup.model.state_dict())
-        optimizer = through_a_file(FullyShardedDataParallel.optim_state_dict(old.setup.model, old.optimizer))
+        model = copied(old.setup.model.state_dict())
+        optimizer = copied(FullyShardedDataParallel.optim_state_dict(old.setup.model, old.optimizer))
     with FullyShardedDataParallel.state_dict_type(new.setup.model, kind, model_config, optim_config):
         new.setup.model.load_state_dict(model)
         own = FullyShardedDataParallel.optim_state_dict_to_load(new.setup.model, new.optimizer, optimizer)

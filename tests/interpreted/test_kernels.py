@@ -1,0 +1,202 @@
+"""The GPU kernels, run by Triton's interpreter on CPU tensors (started by tests/test_interpreted.py)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mechanic_plugins import kernels, mechanize, multi_tensor
+from mechanic_plugins.lion import Lion
+from mechanic_plugins.settings import Settings
+from mechanic_plugins.slots import Slot, needs_reference
+from mechanic_plugins.tuner import Sums, advance, fresh
+
+CPU = torch.device("cpu")
+SHAPES = [(3, 5), (4097,), (0,), (), (17, 33), (2, 3, 4, 5)]
+# The rounding of one product or sum, and how many of them meet in a random walk here.
+EPS = {torch.float32: 6e-8, torch.bfloat16: 4e-3, torch.float64: 1.2e-16, torch.float16: 5e-4}
+
+
+def make_slots(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[Slot]:
+    generator = torch.Generator().manual_seed(seed)
+    slots = []
+    for index, shape in enumerate(shapes):
+        x, g, d = (torch.randn(shape, generator=generator) for _ in range(3))
+        ref = x.to(dtype) if needs_reference(dtype) else None
+        delta = d if needs_reference(dtype) else d.to(dtype)
+        slots.append(Slot(x.to(dtype), None if index == 1 else g.to(dtype), delta, ref))
+    return slots
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_sums_equal_torchs(dtype: torch.dtype) -> None:
+    slots = make_slots(SHAPES, dtype, 0)
+    plain = kernels.local_sums(slots, maximize=True, device=CPU)
+    kernel = kernels.local_sums(slots, maximize=True, device=CPU, workspace=multi_tensor.Workspace())
+    eps = EPS[torch.float64 if dtype == torch.float64 else torch.float32]
+    assert ((plain - kernel).abs() <= 30 * eps * plain.abs().max()).all()
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 70), max_size=3).map(tuple), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=8, deadline=None)
+def test_sums_over_random_shapes(shapes: list[tuple[int, ...]], seed: int) -> None:
+    slots = make_slots(shapes, torch.float32, seed)
+    plain = kernels.local_sums(slots, maximize=False, device=CPU)
+    kernel = kernels.local_sums(slots, maximize=False, device=CPU, workspace=multi_tensor.Workspace())
+    assert ((plain - kernel).abs() <= 30 * EPS[torch.float32] * plain.abs().max().clamp(min=1e-30)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_move_equals_torchs(dtype: torch.dtype) -> None:
+    slots = make_slots(SHAPES, dtype, 1)
+    olds = [slot.x.clone() for slot in slots]
+    for slot in slots:
+        slot.x.add_(0.5)
+    twins = copy.deepcopy(slots)
+    scales = {"before": torch.tensor(0.1, dtype=torch.float64), "after": torch.tensor(0.13, dtype=torch.float64)}
+    kernels.move(slots, olds, **scales)
+    kernels.move(twins, olds, **scales, workspace=multi_tensor.Workspace())
+    for slot, twin in zip(slots, twins, strict=True):
+        # one rounding apart: the kernel multiplies and adds at once, and the interpreter cuts bf16 off where GPUs round
+        tolerance = 4 * EPS[dtype] * (1 + slot.x.double().abs())
+        assert ((slot.x.double() - twin.x.double()).abs() <= tolerance).all()
+        assert torch.equal(slot.delta, twin.delta)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["paper", "experiments", "optax", "theory"])
+@pytest.mark.parametrize("options", [{}, {"smoothing": 0.9}, {"max_scale": 1e-3}, {"s_init": 1e-3}], ids=str)
+def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
+    if rule == "theory" and "smoothing" in options:
+        options = {"s_decay": 0.1}  # refused together
+    chosen = Settings(rule=rule, **options)  # type: ignore[arg-type]
+    betas = torch.tensor(chosen.betas, dtype=torch.float64)
+    constants = torch.tensor(multi_tensor.tuner_constants(chosen), dtype=torch.float64)
+    plain = kernel = fresh(chosen, tuners=2, device=CPU)
+    counters = torch.zeros(2, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(12):
+        sums = torch.randn(2, 5, dtype=torch.float64, generator=generator)
+        sums[:, [1, 2, 4]] = sums[:, [1, 2, 4]].abs()
+        if step == 0:
+            sums[:, [0, 3, 4]] = 0
+        vector = torch.cat([sums.flatten(), torch.ones(1, dtype=torch.float64)])
+        if step == 6:
+            vector[3] = float("nan")
+        else:
+            plain = advance(plain, Sums.of(sums), settings=chosen, betas=betas)
+        kernel, counters, scales = multi_tensor.advance(
+            kernel, vector, counters, settings=chosen, betas=betas, constants=constants, hold=False, in_place=False
+        )
+        assert scales[:, 2].tolist() == [float(step != 6)] * 2
+    for name, a, b in zip(plain._fields, plain, kernel, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=0, msg=name)
+    assert counters.tolist() == [11, 1]
+
+
+BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1),
+    "adam maximize": lambda params: torch.optim.Adam(params, lr=1e-2, maximize=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.01),
+    "sgd momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "sgd nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "lion": lambda params: Lion(params, lr=1e-3, weight_decay=0.1),
+}
+
+
+def train(base: str, steps: int, dtype: torch.dtype, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    """Steps with gradients that depend on the weights, one parameter sometimes without."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in [(5, 7), (9,), ()]]
+    targets = [torch.randn_like(p) for p in params]
+    sign = -1 if "maximize" in base else 1
+    optimizer = mechanize(BASES[base](params), s_init=1e-3, **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = sum(((p - t).float() ** 2).sum() for p, t in zip(params[: 2 + step % 2], targets, strict=False))
+        (sign * loss).backward()  # type: ignore[attr-defined]
+        if options.pop("poison", None) == step:
+            params[0].grad[0, 0] = float("inf")  # type: ignore[index]
+        optimizer.step()
+    return [p.detach().clone() for p in params], optimizer
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_fused_equals_any_base(base: str) -> None:
+    """Each step rounds once or twice in float32 and forgets most of it, as the problem is well conditioned."""
+    steps = 200 if base == "adamw" else 30
+    plain, a = train(base, steps, torch.float32, backend="foreach")
+    fused, b = train(base, steps, torch.float32, backend="fused")
+    assert b._fused
+    for x, y in zip(plain, fused, strict=True):
+        assert ((x - y).abs() <= 300 * EPS[torch.float32] * (1 + x.abs())).all()
+    torch.testing.assert_close(a.scale, b.scale, rtol=1e-4, atol=0)
+    for p, q in zip(a._params(), b._params(), strict=True):
+        assert a.state[p].keys() - {"momentum_buffer"} <= b.state[q].keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fused_low_precision_weights_are_roundings(dtype: torch.dtype) -> None:
+    _, optimizer = train("adamw", 12, dtype, backend="fused")
+    played = (optimizer.scale * optimizer.param_groups[0]["lr"]).float()
+    for state, p in ((optimizer.state[p], p) for p in optimizer._params()):
+        exact = torch.addcmul(state["mechanic_ref"].float(), state["mechanic_delta"], played)
+        assert ((exact.to(dtype) - p).abs().float() <= EPS[dtype] * 2 * p.abs().float()).all()
+
+
+def test_paths_may_change_at_any_step() -> None:
+    """The state is the same under either: half the steps each way end where one way ends."""
+    whole, _ = train("adamw", 40, torch.float32, backend="foreach")
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(5, 7), (9,), ()]]
+    targets = [torch.randn_like(p) for p in params]
+    optimizers = [mechanize(BASES["adamw"](params), s_init=1e-3, backend=backend) for backend in ("fused", "foreach")]
+    for step in range(40):
+        optimizer = optimizers[step % 2]
+        if step:
+            optimizer.load_state_dict(optimizers[1 - step % 2].state_dict())
+        optimizer.zero_grad()
+        sum(((p - t) ** 2).sum() for p, t in zip(params[: 2 + step % 2], targets, strict=False)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    for x, p in zip(whole, params, strict=True):
+        torch.testing.assert_close(x, p.detach(), rtol=0, atol=300 * EPS[torch.float32])
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_a_step_that_is_not_finite_touches_nothing(backend: str) -> None:
+    params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
+    optimizer = mechanize(torch.optim.AdamW(params, lr=1e-2), s_init=1e-3, backend=backend)
+    for step in range(4):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        if step == 3:
+            before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+            params[1].grad[2] = float("nan")  # type: ignore[index]
+            with pytest.warns(UserWarning, match="not finite"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    after = optimizer.state_dict()["state"]
+    for p, q in zip(before[0], params, strict=True):
+        assert torch.equal(p, q)
+    for key, entries in before[1].items():
+        for name, value in entries.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[key][name])), name
+    assert optimizer.metrics()["mechanic/skipped_steps"] == 1
+
+
+def test_forced_fused_says_why_it_cannot() -> None:
+    optimizer = mechanize(torch.optim.RMSprop([p := nn.Parameter(torch.ones(3))]), backend="fused")
+    p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="backend='fused' cannot step RMSprop"):
+        optimizer.step()
