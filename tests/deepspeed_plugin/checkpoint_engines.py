@@ -67,7 +67,7 @@ def convert(folder: str, *, ours: bool) -> None:
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
-        inject_missing_state=False,
+        inject_missing_state=True,
     )
     with quiet():
         (with_delta if ours else ds_to_universal.main)(args)

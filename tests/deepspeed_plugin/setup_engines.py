@@ -99,6 +99,7 @@ def refusal_of_muon(rank: int, case: Case) -> str:
 
 def refusal_of_pipelines(rank: int, case: Case) -> str:
     from deepspeed.pipe import PipelineModule
+    from deepspeed.utils import groups
 
     from mechanic_plugins import mechanize
 
@@ -106,7 +107,10 @@ def refusal_of_pipelines(rank: int, case: Case) -> str:
     with quiet():
         network = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=dist.get_world_size())
     opt = mechanize(torch.optim.AdamW(network.parameters()))
-    return message(ValueError, lambda: engine_of(case, network=network, optimizer=opt))
+    try:
+        return message(ValueError, lambda: engine_of(case, network=network, optimizer=opt))
+    finally:
+        groups.mpu = None  # DeepSpeed remembers the pipeline for every engine to come
 
 
 def refusal_of_groups(rank: int, case: Case) -> str:

@@ -81,7 +81,7 @@ def test_deepspeeds_own_converter_leaves_delta_out_and_that_is_refused(
 def test_the_converters_command_line(engines: Engines, tmp_path: Path) -> None:
     case = CASE.but(stage=1)
     engines(2)(on_rank.run_and_resume, case, str(tmp_path))
-    command = [sys.executable, "-m", "mechanic_plugins.ds_to_universal", "--num_extract_workers", "1"]
+    command = [sys.executable, "-m", "mechanic_plugins.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", str(tmp_path / "step"), "--output_folder", str(tmp_path / "universal")]
     subprocess.run([*command, *folders], check=True, env=build_ops.environment(), stdout=subprocess.DEVNULL)
     found = {path.parent.name for path in (tmp_path / "universal" / "zero").glob("*/mechanic_delta.pt")}

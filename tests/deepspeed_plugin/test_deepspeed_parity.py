@@ -36,17 +36,21 @@ OFFLOADED = [
     Case(stage=3, base="DeepSpeedCPUAdam", zero={"offload_optimizer": CPU, "offload_param": CPU}),
 ]
 VARIANTS = [
-    *(Case(stage=stage, param_groups=2, clip=0.1, options=LARGER) for stage in (0, 1, 2, 3)),
-    *(Case(stage=stage, param_groups=2, options={"scope": "group"}) for stage in (1, 3)),
-    Case(stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01}),
-    Case(stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01, "maximize": True}, options={"s_init": 1e-6}),
-    Case(stage=3, options={"rule": "optax", "smoothing": 0.5}),
-    Case(stage=1, options=LARGER, zero={"round_robin_gradients": True}),
-    Case(stage=2, options=LARGER, zero={"round_robin_gradients": True, "overlap_comm": True}),
-    Case(stage=2, options=LARGER, accumulation=2, zero={"contiguous_gradients": False, "reduce_scatter": False}),
-    Case(stage=3, options=LARGER, zero={"overlap_comm": True, "zero_hpz_partition_size": 2}),
-    Case(stage=3, options=LARGER, zero={"stage3_param_persistence_threshold": 10}),
-    Case(stage=3, options=LARGER, zero={"sub_group_size": 10**9}),
+    *(Case(steps=20, stage=stage, param_groups=2, clip=0.1, options=LARGER) for stage in (0, 1, 2, 3)),
+    *(Case(steps=20, stage=stage, param_groups=2, options={"scope": "group"}) for stage in (1, 3)),
+    Case(steps=20, stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01}),
+    Case(
+        steps=20, stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01, "maximize": True}, options={"s_init": 1e-6}
+    ),
+    Case(steps=20, stage=3, options={"rule": "optax", "smoothing": 0.5}),
+    Case(steps=20, stage=1, options=LARGER, zero={"round_robin_gradients": True}),
+    Case(steps=20, stage=2, options=LARGER, zero={"round_robin_gradients": True, "overlap_comm": True}),
+    Case(
+        steps=20, stage=2, options=LARGER, accumulation=2, zero={"contiguous_gradients": False, "reduce_scatter": False}
+    ),
+    Case(steps=20, stage=3, options=LARGER, zero={"overlap_comm": True, "zero_hpz_partition_size": 2}),
+    Case(steps=20, stage=3, options=LARGER, zero={"stage3_param_persistence_threshold": 10}),
+    Case(steps=20, stage=3, options=LARGER, zero={"sub_group_size": 10**9}),
 ]
 
 
