@@ -55,7 +55,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(-2), is_causal=True)
+        q, k, v = heads.unbind(-2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 

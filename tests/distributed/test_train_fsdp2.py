@@ -151,12 +151,48 @@ def test_every_way_of_spreading_it_trains_the_same(
     assert_close(log(tmp_path), by_fsdp)
 
 
+def test_bfloat16_on_another_text(ranks: Callable[[int], Ranks], by_fsdp: list[dict[str, Any]], tmp_path: Path) -> None:
+    losses = []
+    for name, arguments in (("float32", []), ("bfloat16", ["--bf16"])):
+        ranks(2)(train_here, str(tmp_path / name), "--text", str(SCRIPT), *arguments)
+        losses.append([entry["loss"] for entry in log(tmp_path / name)])
+    assert losses[0] != [entry["loss"] for entry in by_fsdp]
+    assert losses[1] != losses[0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def refusal(rank: int, out: str, *arguments: str) -> str:
+    try:
+        train_here(rank, out, *arguments)
+    except SystemExit as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("arguments", [["--parallel", "tp", "--tp", "3"], ["--batch", "7"]], ids=["tp", "batch"])
+def test_what_does_not_fit_is_refused(ranks: Callable[[int], Ranks], tmp_path: Path, arguments: list[str]) -> None:
+    for message in ranks(2)(refusal, str(tmp_path), *arguments):
+        assert "do not fit" in message
+        assert " ".join(arguments[-2:]) in message
+
+
+def test_started_without_torchrun(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("start me with torchrun")
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_number_of_ranks_and_another_way_go_on_from_a_checkpoint(
     ranks: Callable[[int], Ranks], by_fsdp: list[dict[str, Any]], tmp_path: Path
 ) -> None:
+    written = set()
     for world, arguments in [(2, ["--parallel", "fsdp"]), *WAYS]:
         ranks(world)(train_here, str(tmp_path), *arguments)
-        checkpoints = sorted((tmp_path / "checkpoints").iterdir())
-        assert [path.name for path in checkpoints] == ["step-00000006", "step-00000008"]
+        sixth, last = sorted((tmp_path / "checkpoints").iterdir())
+        assert [sixth.name, last.name] == ["step-00000006", "step-00000008"]
         assert_close(log(tmp_path), by_fsdp)
-        shutil.rmtree(checkpoints[-1])
+        written.add((sixth / ".metadata").stat().st_mtime_ns)
+        shutil.rmtree(last)
+    assert len(written) == 1  # the first leg's: the others started there
