@@ -46,9 +46,9 @@ class Mechanized:
     sync_replicas: bool = False
     backend: Backend = "auto"
 
-    def __call__(self, params: Any, **base_kwargs: Any) -> MechanicOptimizer:
+    def __call__(self, params: Any, *base_args: Any, **base_kwargs: Any) -> MechanicOptimizer:
         return MechanicOptimizer(
-            self.cls(params, **base_kwargs),
+            self.cls(params, *base_args, **base_kwargs),
             self.settings,
             group=self.group,
             sync_replicas=self.sync_replicas,
@@ -91,7 +91,7 @@ def mechanize(
         s_decay: The paper's lambda, a pull on the scale towards small weights.
         eps: Guards a division.
         rule: Which published tuner: "paper", "experiments", "optax" or "theory".
-        preset: "paper" sets the paper's constants; what you pass beside it wins.
+        preset: "paper" sets the paper's constants; a value beside it that is not the default wins.
         normalize_lr: Let the result not depend on the base's lr: the constants above are stated for an lr of 1.
         smoothing: Play a log-average of the scale; 0 plays it as it is.
         scope: "all" learns one scale, "group" one for each param group.

@@ -31,6 +31,7 @@ FLOORS = [
     {"bases", "checkpoint"},
     {"fused"},
     {"passes"},
+    {"wrapper"},
     {"optimizer"},
     {"api"},
     {"__init__"},
