@@ -43,27 +43,29 @@ def test_resumed_to_the_last_bit(engines: Engines, case: Case, tmp_path: Path) -
         assert size(straight["s"]) > 0
 
 
+# How many ranks continue. In bf16 another number rounds the gradients elsewhere; at stages 1 and 2 DeepSpeed cannot
+# load a group that is too small to leave every rank a piece (here: 11 weights on 4 ranks).
 UNIVERSAL = [
-    *(CASE.but(stage=stage, options=LARGER) for stage in (1, 2, 3)),
-    *(CASE.but(stage=stage, options={"scope": "group", **LARGER}, param_groups=2) for stage in (2, 3)),
-    CASE.but(stage=1, config=BF16_OPTIMIZER, options=LARGER),
+    *((CASE.but(stage=stage, options=LARGER), (2, 1, 4)) for stage in (1, 2, 3)),
+    (CASE.but(stage=2, options={"scope": "group", **LARGER}, param_groups=2), (1,)),
+    (CASE.but(stage=3, options={"scope": "group", **LARGER}, param_groups=2), (1, 4)),
+    (CASE.but(stage=1, config=BF16_OPTIMIZER, options=LARGER), (2,)),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", UNIVERSAL, ids=Case.id)
-def test_universal_checkpoint_on_other_numbers_of_ranks(engines: Engines, case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "world_sizes"), UNIVERSAL, ids=[case.id() for case, _ in UNIVERSAL])
+def test_universal_checkpoint(engines: Engines, case: Case, world_sizes: tuple[int, ...], tmp_path: Path) -> None:
     straight = engines(2)(on_rank.run_and_convert, case, str(tmp_path), True)[0]
-    for world_size in (1, 4):
+    for world_size in world_sizes:
         ranks = engines(world_size)(on_rank.run_from_universal, case, str(tmp_path))
+        tolerance = 1e-6 if world_size != 2 else 0
         for seen in ranks:
             assert seen["s"] == ranks[0]["s"]
             assert seen["steps"] == case.steps
-        # bf16 weights of another number of ranks have gradients that are rounded elsewhere
-        tolerance = 1e-6 if "bf16" not in case.config else 2e-3
-        assert distance(ranks[0]["weights"], straight["weights"]) < tolerance
-        assert distance(ranks[0]["s"], straight["s"]) < tolerance * size(straight["s"])
-        assert distance(ranks[0]["h"], straight["h"]) < 10 * tolerance * size(straight["h"])
+            for key in ("weights", "h", "s"):
+                scale = size(straight[key]) if key != "weights" else 1
+                assert distance(seen[key], straight[key]) <= tolerance * scale
 
 
 @pytest.mark.parametrize("stage", [1, 3])
