@@ -421,6 +421,13 @@ def check_strategy(trainer: Trainer) -> None:
             f"{type(strategy).__name__} is not supported: Mechanic was never run on XLA devices. "
             "Train on CPU or GPU, or without Mechanic.",
         )
+    if _is_a(strategy, ("FSDPStrategy",)) and trainer.world_size > 1 and trainer.precision in ("bf16-true", "16-true"):
+        raise _misconfiguration(
+            trainer,
+            f"FSDPStrategy with precision={trainer.precision!r} could not save a checkpoint: torch's FSDP1 wants all "
+            "state of a weight in one dtype, and Mechanic keeps a float32 sum beside 16-bit weights. "
+            "Use ModelParallelStrategy (FSDP2), which saves both, or precision='bf16-mixed'.",
+        )
     if not _is_a(strategy, _TESTED):
         rank_zero_warn(
             f"Mechanic was never tried with {type(strategy).__name__}: compare `mechanic/scale` on all ranks, which "

@@ -141,6 +141,16 @@ def fit(
     }
 
 
+def refusal(rank: int, namespace: str, kind: str, **kwargs: Any) -> str:
+    """What the user reads before training starts."""
+    error = lightning_of(namespace).utilities.exceptions.MisconfigurationException
+    try:
+        fit(rank, namespace, kind, **kwargs)
+    except error as refused:
+        return str(refused)
+    return "nothing was refused"
+
+
 def whole_weights(fitted: Any) -> list[Tensor]:
     if isinstance(fitted.strategy.model, FSDP):
         with FSDP.summon_full_params(fitted.strategy.model):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning_helpers import BATCHES, NAMESPACES, plain_loop
-from lightning_on_ranks import OPTIONS, Result, fit
+from lightning_on_ranks import OPTIONS, Result, fit, refusal
 from ranks import Ranks
 from torch import Tensor
 
@@ -73,3 +73,18 @@ def test_a_run_goes_on_without_mechanic(ranks: RanksOf, kind: str, tmp_path: Pat
     assert same["weights"] == half["weights"]
     assert rest["weights"] != half["weights"]
     assert rest["moments"] == 2 * BATCHES
+
+
+def test_sixteen_bit_weights_resume_exactly_under_fsdp2(ranks: RanksOf, tmp_path: Path) -> None:
+    settings = {"namespace": NAMESPACES[0], "kind": "fsdp2", "precision": "bf16-true"}
+    whole = run(ranks, **settings)
+    run(ranks, **settings, epochs=1, save=tmp_path / "half.ckpt")
+    resumed = run(ranks, **settings, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed["tuner"] == whole["tuner"]
+    assert resumed["weights"] == whole["weights"]
+
+
+def test_sixteen_bit_weights_under_fsdp_are_refused_before_a_checkpoint_fails(ranks: RanksOf) -> None:
+    """It trains, and then the first checkpoint fails inside torch: Expected dtype == info.dtype."""
+    said = ranks(2)(refusal, NAMESPACES[0], "fsdp-full", precision="bf16-true")
+    assert all("Use ModelParallelStrategy (FSDP2)" in message for message in said)
