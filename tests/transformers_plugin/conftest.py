@@ -11,6 +11,8 @@ from ranks import Ranks
 sys.path.append(str(Path(__file__).parents[1] / "deepspeed_plugin"))
 import build_ops
 
+pytest.register_assert_rewrite("hf_tiny")
+
 
 class ZeroRanks(Ranks):
     """They find DeepSpeed's compiled operators in their environment."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from hf_script import run
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel
 
 import mechanic_plugins.transformers  # noqa: F401
 
@@ -60,9 +61,15 @@ def fsdp_on_cpu() -> Iterator[None]:
     wrap = FullyShardedDataParallel.__init__
 
     def without_device(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
-        wrap(self, *args, **{**kwargs, "device_id": None})  # accelerate's torch.device("cpu") is not torch's "cpu:0"
+        wrap(self, *args, **{**kwargs, "device_id": torch.device("cpu")})  # accelerate gives it an index
 
-    with replaced(PartialState, "__init__", init), replaced(FullyShardedDataParallel, "__init__", without_device):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(PartialState, "__init__", init))
+        stack.enter_context(replaced(FullyShardedDataParallel, "__init__", without_device))
+        # FSDP1 that "offloads" from a CPU to a CPU frees the only copy, or lets all states share one
+        never = property(lambda self: False, lambda self, value: None)
+        for config in (FullStateDictConfig, FullOptimStateDictConfig):
+            stack.enter_context(replaced(config, "offload_to_cpu", never))
         yield
 
 
