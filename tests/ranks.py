@@ -52,6 +52,13 @@ class Ranks:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """What the function returned, by rank. The first failure of any rank fails the caller, and ends them all."""
         self._start()
+        try:
+            return self._answers(function, args, kwargs)
+        except BaseException:  # a timeout too: a late answer must not reach the next caller
+            self.stop()
+            raise
+
+    def _answers(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         for _, pipe in self._ranks:
             pipe.send((function, args, kwargs))
         results: list[Any] = [None] * self.world_size
@@ -62,13 +69,13 @@ class Ranks:
                 results[rank] = self._received(rank, pipe)  # type: ignore[arg-type]
         return results
 
-    def _received(self, rank: int, pipe: Connection) -> Any:
+    @staticmethod
+    def _received(rank: int, pipe: Connection) -> Any:
         try:
             value, failure = pipe.recv()
         except EOFError:
             value, failure = None, "the process died"
         if failure is not None:
-            self.stop()
             raise AssertionError(f"on rank {rank}:\n{failure}")
         return value
 
