@@ -61,8 +61,8 @@ def _split(slots: Sequence[Slot], workspace: Workspace | None) -> tuple[list[lis
 
 
 def _sums_of(slot: Slot) -> Tensor:
-    x = _row(slot.x, delta_dtype(_required(slot.x).dtype))
-    g, d = (None if t is None else _row(t, x.dtype) for t in (slot.grad, slot.delta))
+    x, g, d = (None if t is None else _required(t).reshape(-1) for t in (slot.x, slot.grad, slot.delta))
+    assert x is not None
     total = _dots(x, g, d, at=0)
     for at in range(_CHUNK, x.numel(), _CHUNK):
         total = total.double() + _dots(x, g, d, at=at)
@@ -70,9 +70,10 @@ def _sums_of(slot: Slot) -> Tensor:
 
 
 def _dots(x: Tensor, g: Tensor | None, d: Tensor | None, *, at: int) -> Tensor:
-    here = slice(at, at + _CHUNK)
-    x, zero = x[here], x.new_zeros(())
-    g, d = (None if t is None else t[here] for t in (g, d))
+    here, wide = slice(at, at + _CHUNK), delta_dtype(x.dtype)
+    x = x[here].to(wide)
+    g, d = (None if t is None else t[here].to(wide) for t in (g, d))
+    zero = x.new_zeros(())
     return torch.stack(
         [
             zero if d is None or g is None else torch.dot(d, g),
@@ -82,10 +83,6 @@ def _dots(x: Tensor, g: Tensor | None, d: Tensor | None, *, at: int) -> Tensor:
             zero if d is None else torch.dot(d, d),
         ]
     )
-
-
-def _row(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return _required(t).reshape(-1).to(dtype)
 
 
 def _required(t: Tensor | None) -> Tensor:

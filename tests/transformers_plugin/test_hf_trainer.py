@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,17 @@ def test_bf16_weights_train(tmp_path: Path) -> None:
     assert sum(e["loss"] for e in logs[-5:]) < sum(e["loss"] for e in logs[:5])
 
 
+@pytest.fixture
+def environment() -> Iterator[None]:
+    """TrainingArguments tells accelerate about compilation in the environment, for all that comes after."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-def test_torch_compile_changes_nothing(tmp_path: Path) -> None:
+def test_torch_compile_changes_nothing(tmp_path: Path, environment: None) -> None:
     argv = command_line(tmp_path, max_steps=8)
     plain, compiled = run(argv), run([*argv, "--torch_compile", "True", "--torch_compile_backend", "aot_eager"])
     assert [e["mechanic/scale"] for e in compiled["logs"]] == pytest.approx(

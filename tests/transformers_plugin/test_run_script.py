@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+RUN = ("-m", "mechanic_plugins.run")
+
 FACTS = """
 '''A script that says how it was started.'''
 import argparse, atexit, json, os, sys
@@ -41,57 +43,58 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(folder)])}
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=folder, env=env, timeout=120
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *command], text=True, cwd=folder, env=env, **pipes)
 
 
-@pytest.mark.parametrize("what", [[], ["fail"], ["exit"], ["interrupt"], ["--help"]])
-def test_a_script_sees_no_difference(folder: Path, what: list[str]) -> None:
-    direct = started(folder, "scripts/facts.py", *what)
-    ours = started(folder, "-m", "mechanic_plugins.run", "scripts/facts.py", *what)
-    assert ours.stdout == direct.stdout
-    assert ours.stderr == direct.stderr
-    assert ours.returncode == direct.returncode
-    assert direct.returncode == {"fail": 1, "exit": 7, "interrupt": -signal.SIGINT}.get("".join(what), 0)
-    assert ("KeyError" in direct.stderr) is (what == ["fail"])
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
 
 
-@pytest.mark.parametrize("what", [[], ["exit"]])
-def test_a_module_sees_no_difference(folder: Path, what: list[str]) -> None:
-    direct = started(folder, "-m", "scripts.facts", *what)
-    ours = started(folder, "-m", "mechanic_plugins.run", "-m", "scripts.facts", *what)
-    facts, expected = (json.loads(done.stdout.splitlines()[0]) for done in (ours, direct))
-    assert facts == expected
-    assert (ours.returncode, ours.stderr) == (direct.returncode, direct.stderr)
+def test_a_script_sees_no_difference(folder: Path) -> None:
+    codes = {"": 0, "fail": 1, "exit": 7, "interrupt": -signal.SIGINT, "--help": 0}
+    direct = [start(folder, "scripts/facts.py", *what.split()) for what in codes]
+    ours = [start(folder, *RUN, "scripts/facts.py", *what.split()) for what in codes]
+    for what, one, other in zip(codes, direct, ours, strict=True):
+        expected = ended(one)
+        assert ended(other) == expected
+        assert expected[0] == codes[what]
+        assert ("KeyError" in expected[2]) is (what == "fail")
+
+
+def test_a_module_sees_no_difference(folder: Path) -> None:
+    direct = [start(folder, "-m", "scripts.facts", *what) for what in ([], ["exit"])]
+    ours = [start(folder, *RUN, "-m", "scripts.facts", *what) for what in ([], ["exit"])]
+    for one, other in zip(direct, ours, strict=True):
+        assert ended(other) == ended(one)
 
 
 def test_deepspeeds_local_rank_comes_behind_the_script(folder: Path) -> None:
-    done = started(folder, "-m", "mechanic_plugins.run", "--local_rank=3", "scripts/facts.py", "hello")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout.splitlines()[0])
+    code, out, err = ended(start(folder, *RUN, "--local_rank=3", "scripts/facts.py", "hello"))
+    assert code == 0, err
+    facts = json.loads(out.splitlines()[0])
     assert facts["argv"] == ["scripts/facts.py", "--local_rank=3", "hello"]
     assert facts["rank"] == "3"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "which script?"),
-        (["-m"], "which module?"),
-        (["--optim", "x"], "expected a script or -m before the script's own arguments, got --optim"),
-        (["nowhere.py"], "can't open file 'nowhere.py': [Errno 2] No such file or directory"),
-    ],
-)
-def test_what_cannot_be_run(folder: Path, arguments: list[str], message: str) -> None:
-    done = started(folder, "-m", "mechanic_plugins.run", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_what_cannot_be_run(folder: Path) -> None:
+    messages = {
+        "": "which script?",
+        "-m": "which module?",
+        "--optim x": "expected a script or -m before the script's own arguments, got --optim",
+        "nowhere.py": "can't open file 'nowhere.py': [Errno 2] No such file or directory",
+    }
+    started = [start(folder, *RUN, *arguments.split()) for arguments in messages]
+    for process, message in zip(started, messages.values(), strict=True):
+        code, _, err = ended(process)
+        assert code == 2
+        assert message in err
 
 
 def test_its_own_help(folder: Path) -> None:
-    done = started(folder, "-m", "mechanic_plugins.run", "--help")
-    assert done.returncode == 0
-    assert "torchrun ... -m mechanic_plugins.run script.py" in done.stdout
+    code, out, _ = ended(start(folder, *RUN, "--help"))
+    assert code == 0
+    assert "torchrun ... -m mechanic_plugins.run script.py" in out
