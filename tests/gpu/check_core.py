@@ -1,0 +1,182 @@
+"""What only a GPU can show of the core; run by hand: `python tests/gpu/check_core.py`. Exits with 1 if a check fails.
+
+Needs one CUDA GPU, torch with Triton, and this repository.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mechanic_plugins import MechanicOptimizer, mechanize
+from mechanic_plugins.lion import Lion
+
+Build = Callable[[Any], torch.optim.Optimizer]
+DEVICE = torch.device("cuda")
+STEPS = 60
+
+BASES: dict[str, Build] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True, weight_decay=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-3, fused=True, weight_decay=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "sgd nesterov": lambda params: torch.optim.SGD(params, lr=0.1, fused=True, momentum=0.9, nesterov=True),
+    "lion": lambda params: Lion(params, lr=1e-3, weight_decay=0.1),
+}
+# float32: rounding, grown over the steps. Lion's sign turns a rounding into a whole step where a momentum is near 0.
+TOLERANCE = {"lion": 1e-2}
+
+
+def make_net(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)]
+    return nn.Sequential(*layers).to(DEVICE, dtype)
+
+
+def train(build: Build, *, dtype: torch.dtype = torch.float32, sync_free: bool = False, **options: Any) -> Any:
+    net = make_net(dtype)
+    optimizer = mechanize(build(net.parameters()), s_init=1e-4, **options)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    for step in range(STEPS):
+        x = torch.randn(128, 64, device=DEVICE, generator=generator).to(dtype)
+        loss = nn.functional.cross_entropy(net(x).float(), x[:, :10].argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        with _no_synchronisation() if sync_free and step > 5 else _anything_goes():
+            optimizer.step()
+    return torch.cat([p.detach().double().flatten() for p in net.parameters()]), optimizer
+
+
+@contextmanager
+def _no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def _anything_goes() -> Iterator[None]:
+    yield
+
+
+def check_paths() -> Iterator[tuple[str, bool]]:
+    """The paths end at the same weights, and neither waits for the device where the base can be told there."""
+    for name, build in BASES.items():
+        expected, _ = train(build, backend="foreach")
+        for backend in ("triton", "fused"):
+            sync_free = backend == "fused" or name != "lion"
+            weights, optimizer = train(build, backend=backend, sync_free=sync_free)
+            distance = ((weights - expected).norm() / expected.norm()).item()
+            said = "no synchronisation" if sync_free else "waits once a step"
+            assert optimizer._fused == (backend == "fused")
+            yield (
+                f"{name}, {backend}: {distance:.1e} from torch operations, {said}",
+                distance < TOLERANCE.get(name, 1e-5),
+            )
+
+
+def check_bf16() -> Iterator[tuple[str, bool]]:
+    for backend in ("triton", "fused"):
+        _, optimizer = train(BASES["adamw"], dtype=torch.bfloat16, backend=backend, sync_free=True)
+        played = (optimizer.scale * optimizer.param_groups[0]["lr"]).float()
+        off = 0
+        for p in optimizer._params():
+            state = optimizer.state[p]
+            exact = torch.addcmul(state["mechanic_ref"].float(), state["mechanic_delta"], played)
+            off += int((exact.to(p.dtype) != p).sum())
+        share = off / sum(p.numel() for p in optimizer._params())
+        # a kernel multiplies and adds at once: where that rounds the other way, the neighbour is played
+        yield f"bf16 weights, {backend}: {share:.1e} of them not the rounding that torch would take", share < 1e-3
+
+
+def check_skipped_step() -> Iterator[tuple[str, bool]]:
+    for backend in ("triton", "fused"):
+        params = [nn.Parameter(torch.randn(300, 7, device=DEVICE)), nn.Parameter(torch.randn(5, device=DEVICE))]
+        optimizer = mechanize(torch.optim.AdamW(params, lr=1e-2, fused=True), s_init=1e-3, backend=backend)
+        before: list[Tensor] = []
+        for step in range(5):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            if step == 4:
+                params[0].grad[7, 3] = float("nan")  # type: ignore[index]
+                before = _everything(optimizer)
+            with _no_synchronisation() if step > 2 else _anything_goes():
+                optimizer.step()
+        same = all(map(torch.equal, before, _everything(optimizer)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            skipped = optimizer.metrics()["mechanic/skipped_steps"]
+        yield (
+            f"a NaN, {backend}: weights, moments, tuner untouched: {same}, counted: {skipped:.0f}",
+            same and skipped == 1,
+        )
+
+
+def _everything(optimizer: MechanicOptimizer) -> list[Tensor]:
+    states = [t for p in optimizer._params() for t in optimizer.state[p].values()]
+    return [t.clone() for t in (*optimizer._params(), *states, *optimizer.tuner)]
+
+
+def check_graph() -> Iterator[tuple[str, bool]]:
+    """A captured step, replayed, ends where uncaptured ones do."""
+    results = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((64, 33), (7,), (128, 128))]
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        lr = torch.tensor(1e-2, device=DEVICE)
+        optimizer = mechanize(torch.optim.AdamW(params, lr=lr, fused=True, capturable=True), s_init=1e-3)
+        graph = torch.cuda.CUDAGraph()
+        for step in range(30):
+            for p in params:
+                p.grad.copy_(p.detach() - step)  # type: ignore[union-attr]
+            if capture and step == 5:
+                with torch.cuda.graph(graph):
+                    optimizer.step()
+            if capture and step >= 5:
+                graph.replay()
+            else:
+                optimizer.step()
+        results.append(torch.cat([p.detach().flatten() for p in params]))
+    distance = ((results[0] - results[1]).norm() / results[0].norm()).item()
+    yield f"CUDA graph: {distance:.1e} from uncaptured steps", distance < 1e-6
+
+
+def check_compile() -> Iterator[tuple[str, bool]]:
+    net = nn.Linear(8, 8, device=DEVICE)
+    optimizer = mechanize(torch.optim.AdamW(net.parameters(), fused=True))
+
+    @torch.compile
+    def step(x: Tensor) -> Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(5):
+        step(torch.randn(4, 8, device=DEVICE))
+    steps = optimizer.metrics()["mechanic/steps"]
+    yield f"torch.compile around a training step: {steps:.0f} steps of 5", steps == 5
+
+
+def main() -> int:
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    failed = False
+    for check in (check_paths, check_bf16, check_skipped_step, check_graph, check_compile):
+        for said, holds in check():
+            print("ok    " if holds else "FAILED", said, flush=True)
+            failed |= not holds
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
