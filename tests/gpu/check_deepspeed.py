@@ -139,7 +139,7 @@ def main() -> None:
         weights, scales, hs = (distance(a, b) for a, b in zip(deepspeed_run(stage, 256, 4, fused), plain, strict=True))
         without, memory = seconds_a_step(stage, 4096, 8, fused, mechanized=False)
         with_it, more_memory = seconds_a_step(stage, 4096, 8, fused, mechanized=True)
-        print(  # noqa: T201
+        print(
             f"stage {stage} bf16 {name}: weights {weights:.1e} scale {scales:.1e} h {hs:.1e} from the plain run "
             f"(relative, {STEPS} steps); 134M parameters: step {with_it * 1e3:.1f} ms against {without * 1e3:.1f} ms, "
             f"peak {more_memory:.2f} GB against {memory:.2f} GB",

@@ -5,7 +5,7 @@
 By hand, on one CUDA GPU; needs torch, Lightning and this repository. One line a check; exit code 1 when one fails.
 """
 
-# ruff: noqa: T201 (a program)
+
 from __future__ import annotations
 
 import sys
