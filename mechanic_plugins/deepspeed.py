@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
 
@@ -47,7 +45,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options, mechanize
-from mechanic_plugins.checkpoint import DELTA, PREFIX
+from mechanic_plugins.checkpoint import DELTA
+from mechanic_plugins.deepspeed_refusals import refuse_unsupported
+from mechanic_plugins.deepspeed_universal import mend_universal_load, mend_universal_load_of_stage3
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.reduction import AllReduce
 from mechanic_plugins.sharding import Counting, reduction_for
@@ -94,7 +94,7 @@ def attach(engine: Any) -> MechanicOptimizer:
             "pass mechanize(...) to deepspeed.initialize(optimizer=...)."
         )
     if mechanic.count is None:
-        _refuse_unsupported(engine, mechanic)
+        refuse_unsupported(engine, mechanic)
         _connect(engine, mechanic)
     return mechanic
 
@@ -144,7 +144,7 @@ def _building(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hand_over(engine: Any, mechanic: MechanicOptimizer) -> Optimizer:
-    _refuse_unsupported(engine, mechanic)
+    refuse_unsupported(engine, mechanic)
     mechanic.state_dict()  # the groups then hold what the tuner knows, whatever DeepSpeed makes of them
     engine._mechanic = mechanic
     return mechanic.base
@@ -192,94 +192,6 @@ def _undo_dummy_step(holder: Any, mechanic: MechanicOptimizer) -> None:
     holder.refresh_fp32_params()
 
 
-# -------------------------------------------------------------------- what is refused
-
-
-def _refuse_unsupported(engine: Any, mechanic: MechanicOptimizer) -> None:
-    for refused, what, why_and_way_out in _refusals(engine, mechanic):
-        if refused:
-            raise ValueError(f"Mechanic does not support {what} under DeepSpeed: {why_and_way_out}")
-
-
-def _refusals(engine: Any, mechanic: MechanicOptimizer) -> Iterator[tuple[bool, str, str]]:
-    base, zero, offload = mechanic.base, engine.zero_optimization_stage(), engine.zero_offload_optimizer()
-    yield engine.pipeline_parallelism, "a PipelineModule", "each stage would learn a scale of its own. Use ZeRO."
-    yield (
-        engine.mp_world_size > 1 or engine.autotp_size() > 1,
-        "tensor parallelism",
-        "which pieces of a weight are replicas is not known here. Use ZeRO alone.",
-    )
-    yield (
-        bool(getattr(engine, "zenflow", False)),
-        "ZenFlow",
-        "it steps an Adam of its own, outside the optimizer. Remove 'zenflow' from zero_optimization.",
-    )
-    yield (
-        engine.super_offload(),
-        "SuperOffload",
-        "it steps an Adam of its own, in another process. Set 'super_offload' to false.",
-    )
-    yield (
-        engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16,
-        "torch_autocast with float16",
-        "its scaler skips a step part by part. Use bfloat16 there, or the 'fp16' section.",
-    )
-    yield (
-        engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients(),
-        "low-precision master weights",
-        "the scale is learned from small changes that they round away. Leave them float32.",
-    )
-    yield (
-        offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme",
-        "an optimizer on NVMe",
-        "all of its state is read before a step, and again in it. Offload it to 'cpu'.",
-    )
-    yield (
-        engine.zero_partial_offload() != 1.0,
-        f"an offload ratio of {engine.zero_partial_offload()}",
-        "a second optimizer steps the rest. Set 'ratio' to 1.0.",
-    )
-    yield (
-        bool(engine.zero_elastic_checkpoint()),
-        "elastic checkpoints",
-        "they leave the tuner out. Set 'elastic_checkpoint' to false and use universal checkpoints.",
-    )
-    yield (
-        bool(engine.is_deepcompile_enabled()),
-        "DeepCompile",
-        "it is untested. Set 'deepcompile' to false.",
-    )
-    yield (
-        isinstance(base, torch.optim.Adagrad) and _has_masters(engine),
-        "torch.optim.Adagrad",
-        "DeepSpeed replaces it by a new one. Use AdamW.",
-    )
-    yield (
-        "muon" in type(base).__name__.lower() and _has_masters(engine),
-        type(base).__name__,
-        "DeepSpeed turns the gradients into updates before Mechanic sees them. Use AdamW.",
-    )
-    yield (
-        type(base).__module__.startswith("deepspeed.runtime.fp16.onebit"),
-        type(base).__name__,
-        "it averages the gradients itself, inside its step. Use AdamW.",
-    )
-    yield (
-        engine.has_moe_layers and zero == 3,
-        "experts at ZeRO stage 3",
-        "it is untested. Use stage 1 or 2.",
-    )
-    yield (
-        mechanic.group is not None,
-        "mechanize(group=...)",
-        "the ranks that share the weights are DeepSpeed's data-parallel group. Leave it out.",
-    )
-
-
-def _has_masters(engine: Any) -> bool:
-    return bool(engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled())
-
-
 # -------------------------------------------------------------------- what attaching does
 
 
@@ -287,13 +199,13 @@ def _connect(engine: Any, mechanic: MechanicOptimizer) -> None:
     holder = engine.optimizer
     if type(holder) is DeepSpeedZeroOptimizer:
         _Conductor(mechanic, holder, _Stages1And2(holder)).take_over()
-        _mend_universal_load(holder, mechanic)
+        mend_universal_load(holder, mechanic)
     elif type(holder) is DeepSpeedZeroOptimizer_Stage3:
         _Conductor(mechanic, holder, _Stage3(holder)).take_over()
-        _mend_universal_load_of_stage3(holder, mechanic)
+        mend_universal_load_of_stage3(holder, mechanic)
     elif type(holder) is BF16_Optimizer:
         mechanic.count = functools.partial(_count_pieces, holder.dp_process_group)
-        _mend_universal_load(holder, mechanic)
+        mend_universal_load(holder, mechanic)
     elif holder is mechanic or isinstance(holder, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         mechanic.count = _count_replicas(engine, mechanic)
     else:
@@ -470,63 +382,6 @@ class _Conductor:
         raise RuntimeError(
             "this optimizer holds pieces of the weights that only DeepSpeed can put together: call engine.step(), not "
             "optimizer.step()."
-        )
-
-
-# -------------------------------------------------------------------- universal checkpoints
-
-
-def _mend_universal_load(holder: Any, mechanic: MechanicOptimizer) -> None:
-    """DeepSpeed loads whatever lies beside a parameter's moments: see that delta was there."""
-    original = holder.load_hp_checkpoint_state_from_checkpoint_dir
-
-    def load(lp_groups_name: str, checkpoint_dir: str) -> None:
-        original(lp_groups_name, checkpoint_dir)
-        _check_loaded(mechanic, [p for group in mechanic.param_groups for p in group["params"]], checkpoint_dir)
-
-    holder.load_hp_checkpoint_state_from_checkpoint_dir = load
-
-
-def _mend_universal_load_of_stage3(zero: Any, mechanic: MechanicOptimizer) -> None:
-    """Here DeepSpeed loads three names only, one step count for all, and the first group's settings for every group."""
-    original = zero.load_hp_checkpoint_state_from_checkpoint_dir_stage3
-
-    def load(checkpoint_dir: str) -> None:
-        original(checkpoint_dir)
-        folder = Path(checkpoint_dir) / "zero"
-        saved = torch.load(folder / "optimizer_state.pt", map_location="cpu", weights_only=False)
-        for group, old in zip(mechanic.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
-            group.update({key: value for key, value in old.items() if key != "params"})
-        for piece, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
-            _load_piece(zero, mechanic.state[piece], piece, [(folder / zero.param_names[p], p) for p in params])
-        _check_loaded(mechanic, zero.fp32_partitioned_groups_flat, checkpoint_dir)
-
-    zero.load_hp_checkpoint_state_from_checkpoint_dir_stage3 = load
-
-
-def _load_piece(zero: Any, state: dict[str, Any], piece: Tensor, params: Sequence[tuple[Path, Tensor]]) -> None:
-    state["step"] = copy.deepcopy(state["step"])
-    if not all((folder / f"{DELTA}.pt").exists() for folder, _ in params):
-        return
-    parts = [zero.load_hp_checkpoint_state(str(folder), DELTA, param=p) for folder, p in params]
-    state[DELTA] = torch.zeros_like(piece, requires_grad=False)
-    start = 0
-    for part in parts:
-        state[DELTA][start : start + part.numel()] = part
-        start += part.numel()
-
-
-def _check_loaded(mechanic: MechanicOptimizer, pieces: Sequence[Tensor], checkpoint_dir: str) -> None:
-    if not mechanic.param_groups[0].get(f"{PREFIX}steps"):
-        warnings.warn(
-            f"the universal checkpoint {checkpoint_dir} has no Mechanic in it: the base's moments are kept, and the "
-            "scale is learned anew from the current weights.",
-            stacklevel=3,
-        )
-    elif any(DELTA not in mechanic.state[piece] for piece in pieces):
-        raise ValueError(
-            f"the universal checkpoint {checkpoint_dir} has Mechanic's tuner but no {DELTA}: DeepSpeed's own converter "
-            "leaves it out. Convert with `python -m mechanic_plugins.ds_to_universal`, which takes the same arguments."
         )
 
 

@@ -36,6 +36,7 @@ FLOORS = [
     {"api"},
     {"__init__"},
     {"names", "optim_args"},
+    {"deepspeed_refusals", "deepspeed_universal"},
     {"deepspeed"},
     {"lightning"},
     {"accelerate", "ds_to_universal"},

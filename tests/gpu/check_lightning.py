@@ -5,7 +5,6 @@
 By hand, on one CUDA GPU; needs torch, Lightning and this repository. One line a check; exit code 1 when one fails.
 """
 
-
 from __future__ import annotations
 
 import sys
