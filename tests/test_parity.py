@@ -171,18 +171,20 @@ def test_every_base_on_a_network(row: Row) -> None:
     assert_same(seen, reference_trace(row, "paper", name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES[1:])
-@pytest.mark.parametrize("row", [BASES["SGD-momentum"], BASES["AdamW"]], ids=str)
+@pytest.mark.parametrize("row", OPTIMIZERS, ids=str)
 def test_every_other_rule_on_a_network(row: Row, rule: str) -> None:
-    problem = PROBLEMS["mlp"]
+    name = "mlp-matrices" if row.matrices_only else "mlp"
+    problem = PROBLEMS[name]
     seen = follow(Package(problem.start, row.build, rule=rule), problem.gradient)
-    assert_same(seen, reference_trace(row, rule, "mlp"))
+    assert_same(seen, reference_trace(row, rule, name))
 
 
 @pytest.mark.parametrize(("row", "variant"), [(row, v) for row in OPTIMIZERS for v in row.variants], ids=str)
 def test_foreach_and_fused_bases(row: Row, variant: str) -> None:
     problem = PROBLEMS["mlp"]
-    seen = follow(Package(problem.start, lambda x: row.build(x, variant)), problem.gradient, steps=SHORT)
+    seen = follow(Package(problem.start, lambda x: row.build(x, variant)), problem.gradient)
     same = "for-loop" if row.variants_agree else variant
     assert_same(seen, reference_trace(row, "paper", "mlp", same))
 

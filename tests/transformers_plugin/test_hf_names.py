@@ -142,9 +142,8 @@ def test_optim_args_are_split() -> None:
     assert options == {"s_decay": 0.5, "s_init": "auto", "eps": 1e-9, "betas": (0.9, 0.99)}
     assert rest == {"eps": "1e-6", "momentum": "0.9"}
     assert split_optim_args(None) == ({}, {})
-    flags, _ = split_optim_args(
-        "normalize_lr=False,sync_replicas=true,scope=group,rule=theory,preset=paper,max_scale=3"
-    )
+    text = "normalize_lr=False,sync_replicas=true,scope=group,rule=theory,preset=paper,max_scale=3,backend=foreach"
+    flags, _ = split_optim_args(text)
     assert flags == {
         "normalize_lr": False,
         "sync_replicas": True,
