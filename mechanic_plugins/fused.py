@@ -82,7 +82,23 @@ class Piece:
         self.left: list[int] | None = None
         """The weights' versions after our last step: as long as they are the same, the norms it left are right."""
         self.gradients = 0
+        self._refuse_foreign_state()
         self._fill_rows()
+
+    def _refuse_foreign_state(self) -> None:
+        """A kernel would read past the end of what is too short."""
+        vectors = self.names[: len(self.names) - _has_steps(self.base)]
+        kinds = {torch.float32, *(local(t[2]).dtype for t in self.tensors[:1] if len(vectors) > 2)}
+        for p, tensors in zip(self.params, self.tensors, strict=True):
+            for name, tensor in zip(vectors, tensors, strict=False):
+                if tensor is None:
+                    continue
+                if tensor.shape != p.shape or (name != REF and tensor.dtype not in kinds):
+                    raise ValueError(
+                        f"the optimizer's {name} is {tensor.dtype} of shape {tuple(tensor.shape)} where the parameter "
+                        f"has shape {tuple(p.shape)}: it belongs to another parameter. Build a new optimizer when you "
+                        "change a parameter's shape, or use backend='foreach'."
+                    )
 
     def _fill_rows(self) -> None:
         for p, tensors in zip(self.params, self.tensors, strict=True):
@@ -106,10 +122,12 @@ class Piece:
         if self.is_sharded:
             align_gradients(self.params)
         rows, at, gradients, versions = list(self.rows), 0, 0, []
-        for p in self.params:
+        for p, numel in zip(self.params, self.table.numels, strict=True):
             x, grad = p, p.grad
             if self.is_sharded:
                 x, grad = p._local_tensor, None if grad is None else grad._local_tensor  # type: ignore[attr-defined]
+            if x.numel() != numel:
+                return False
             rows[at] = x.data_ptr()
             versions.append(x._version)
             if grad is not None:

@@ -200,3 +200,16 @@ def test_forced_fused_says_why_it_cannot() -> None:
     p.grad = torch.ones(3)
     with pytest.raises(ValueError, match="backend='fused' cannot step RMSprop"):
         optimizer.step()
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    """A kernel would write past the end of the moments."""
+    p = nn.Parameter(torch.ones(6))
+    optimizer = mechanize(torch.optim.AdamW([p]), backend="fused")
+    for size in (6, 6, 9):
+        p.data = torch.ones(size)
+        p.grad = torch.ones(size)
+        if size == 6:
+            optimizer.step()
+    with pytest.raises(ValueError, match="belongs to another parameter"):
+        optimizer.step()
