@@ -114,13 +114,24 @@ def move(
 def _move_by_difference(slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor) -> None:
     xs, deltas = [_required(s.x) for s in slots], [_required(s.delta) for s in slots]
     olds = [_required(old) for old in olds]
-    step = (after - before).to(xs[0].dtype)
-    torch._foreach_sub_(xs, olds)  # u
-    torch._foreach_add_(deltas, xs)
-    torch._foreach_mul_(xs, before.to(xs[0].dtype))
-    for x, delta in zip(xs, deltas, strict=True):
-        x.addcmul_(delta, step)  # before * u + (after - before) * (delta + u): the whole move, small beside x ...
-    torch._foreach_add_(xs, olds)  # ... so that x is rounded once
+    if xs[0].device.type == "cpu":
+        xs, deltas, olds = _in_cache(xs, deltas, olds)
+    before, step = before.to(xs[0].dtype), (after - before).to(xs[0].dtype)
+    for x, delta, old in zip(xs, deltas, olds, strict=True):
+        delta.add_(x.sub_(old))  # u
+        # before * u + (after - before) * (delta + u): the whole move, small beside x, so that x is rounded once
+        x.mul_(before).addcmul_(delta, step).add_(old)
+
+
+def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Long rows cut into pieces that stay in a CPU's cache from one operation to the next."""
+    chunk = _CHUNK["cpu"]
+    cut: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    for tensors in zip(*lists, strict=True):
+        whole = tensors[0].numel() <= chunk or not all(t.is_contiguous() for t in tensors)
+        for pieces, t in zip(cut, tensors, strict=True):
+            pieces += [t] if whole else torch.split(t.view(-1), chunk)
+    return cut
 
 
 def _move_rounded(slot: Slot, old: Tensor, *, before: Tensor, after: Tensor) -> None:
