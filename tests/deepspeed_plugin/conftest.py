@@ -32,7 +32,7 @@ def compiled() -> None:
 
 @pytest.fixture(scope="session")
 def engines(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
-    """`engines(n)`: n ranks that stay alive for the whole session."""
+    """`engines(n)`: n ranks that stay alive for the whole test run."""
     started: dict[int, Ranks] = {}
 
     def of(world_size: int) -> Ranks:
