@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 
 from mechanic_plugins import bases, fused, multi_tensor
 from mechanic_plugins.checkpoint import DELTA, REF, Progress
-from mechanic_plugins.passes import Decision, Entry, Passes
+from mechanic_plugins.passes import Batch, Decision, Entry, Passes
 from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for, refuse_unattached
 from mechanic_plugins.slots import Slot
 from mechanic_plugins.tuner import SUMS, Sums, advance, keep_where
@@ -52,11 +52,13 @@ class MechanicOptimizer(Wrapper):
         self._fused = self._passes.is_fused(entries)
         if self._decision is not None:
             return self._play(entries, self._decision, closure, loss)
-        sums = self._counting().reduction.start(self._summed(entries))()
+        reduced = self._counting().reduction.start(self._summed(entries))
+        started = self._passes.start(entries, closure)
+        sums = reduced()
         if self._is_dry_run(sums):
             return self._make_dry_run(entries)
         with _tuner_restored_on_error(self._progress):
-            return self._play(entries, self.decide(sums), closure, loss)
+            return self._play(entries, self.decide(sums), closure, loss, started)
 
     def _follow(self, plan: fused.Plan, loss: Any) -> Any:
         """The same for a fused step whose parameters and state are where they were in the last one."""
@@ -124,10 +126,17 @@ class MechanicOptimizer(Wrapper):
         finally:
             self._decision = None
 
-    def _play(self, entries: Sequence[Entry], decision: Decision, closure: Closure | None, loss: Any) -> Any:
+    def _play(
+        self,
+        entries: Sequence[Entry],
+        decision: Decision,
+        closure: Closure | None,
+        loss: Any,
+        started: Sequence[Batch] = (),
+    ) -> Any:
         if decision.moves is False:
             return loss
-        result = self._passes.play(entries, decision, unit=self._delta_unit(), closure=closure)
+        result = self._passes.play(entries, decision, unit=self._delta_unit(), closure=closure, started=started)
         return result if loss is None else loss
 
     def _entries(self) -> list[Entry]:

@@ -23,7 +23,7 @@ from mechanic_plugins.sharding import local
 from mechanic_plugins.slots import Slot, delta_dtype, needs_reference
 from mechanic_plugins.tuner import SUMS
 
-__all__ = ["Backend", "Decision", "Entry", "Passes", "check_backend", "zeros_like"]
+__all__ = ["Backend", "Batch", "Decision", "Entry", "Passes", "check_backend", "zeros_like"]
 
 Backend = Literal["auto", "fused", "triton", "foreach"]
 Closure = Callable[[], Any]
@@ -100,14 +100,28 @@ class Passes:
 
     # ---------------------------------------------------------------- the step
 
-    def play(self, entries: Sequence[Entry], decision: Decision, *, unit: float, closure: Closure | None) -> Any:
+    def start(self, entries: Sequence[Entry], closure: Closure | None) -> list[Batch]:
+        """What of `play` needs no decision, to be done while the sums travel: the first chunk's snapshot."""
+        if self.is_fused(entries):
+            return []
+        return _snapshots(next(self._chunks(entries, closure)))
+
+    def play(
+        self,
+        entries: Sequence[Entry],
+        decision: Decision,
+        *,
+        unit: float,
+        closure: Closure | None,
+        started: Sequence[Batch] = (),
+    ) -> Any:
         """Steps the base at lr / unit and moves the weights as decided; returns what the base returned."""
         if self.is_fused(entries):
             self._start_plan(entries).play(decision.scales(), unit=unit)
             return None
         result = None
         for chunk in self._chunks(entries, closure):
-            batches = _snapshots(chunk)
+            batches, started = started or _snapshots(chunk), ()
             with _restored_on_error(batches):
                 with _only(chunk, self.base, of=entries), _at_unit_lr(self.base, unit), _skipping(self.base, decision):
                     result = self.base.step() if closure is None else self.base.step(closure)
