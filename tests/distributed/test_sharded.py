@@ -28,13 +28,11 @@ BASES = ("adamw", "sgd")
 CASES = [
     ("ddp", 2, False, 0),
     ("fsdp2", 2, False, 1),
-    ("fsdp2", 4, True, 1),
     ("fsdp2", 4, False, 1),  # the head's 3 rows leave the last rank with none
     ("fsdp2_ignored", 2, False, 1),
     ("hsdp", 4, False, 1),
     ("mixed_meshes", 4, False, 1),
     ("tp", 2, True, 1),
-    ("tp", 4, True, 1),
     ("sequence_parallel", 2, True, 1),
     ("fsdp2_tp", 4, True, 1),
     ("ddp_tp", 4, True, 1),
@@ -74,7 +72,10 @@ def alone(options: dict[str, Any], loop: dict[str, Any]) -> dict[str, Any]:
 def test_sharded_equals_alone(
     ranks: Callable[[int], Ranks], name: str, world: int, even: bool, collectives: int
 ) -> None:
-    variants = [{"base": base, "dtype": dtype, "even": even} for base in BASES for dtype in TOLERANCE]
+    # each base in one precision and, in the next case of the list, in the other: all four take twice the time
+    turned = CASES.index((name, world, even, collectives)) % 2
+    dtypes = sorted(TOLERANCE, reverse=bool(turned))
+    variants = [{"base": base, "dtype": dtype, "even": even} for base, dtype in zip(BASES, dtypes, strict=True)]
     results = ranks(world)(train_many, name, [(options, {}) for options in variants])
     for index, options in enumerate(variants):
         mine = [rank[index] for rank in results]
