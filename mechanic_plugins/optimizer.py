@@ -6,7 +6,7 @@ decision, the base's step and Mechanic's move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,6 +151,7 @@ class MechanicOptimizer(Wrapper):
                 if p.grad is None and DELTA not in known:
                     continue
                 _refuse_sparse(p)
+                _refuse_foreign(p, known)
                 slot = Slot(local(p), local(p.grad), local(known.get(DELTA)), local(known.get(REF)))
                 entries.append(Entry(p, group, slot, row, weights.get(id(p), 1.0)))
         return entries
@@ -259,6 +260,17 @@ def _refuse_sparse(p: Tensor) -> None:
             f"a gradient of shape {tuple(p.shape)} is sparse ({p.grad.layout}): Mechanic moves every weight in every "
             "step. Use sparse=False in the embedding, or p.grad.to_dense() before step()."
         )
+
+
+def _refuse_foreign(p: Tensor, state: Mapping[str, Any]) -> None:
+    """A kernel would read past the end of what is too short."""
+    for name in (DELTA, REF):
+        if name in state and state[name].shape != p.shape:
+            raise ValueError(
+                f"the optimizer's {name} has shape {tuple(state[name].shape)} where the parameter has shape "
+                f"{tuple(p.shape)}: it belongs to another parameter. Build a new optimizer when you change a "
+                "parameter's shape."
+            )
 
 
 def _refuse_mixed_groups(groups: Sequence[Group]) -> None:

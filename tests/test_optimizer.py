@@ -323,6 +323,18 @@ def test_sparse_gradients_are_refused_before_anything_is_changed() -> None:
     assert not differences(before, everything(opt))
 
 
+def test_a_parameter_of_another_shape_is_refused_before_anything_is_changed() -> None:
+    p = torch.ones(6, requires_grad=True)
+    opt = mechanize(torch.optim.SGD([p], lr=1.0))
+    filled([p])
+    opt.step()
+    p.data, p.grad = torch.ones(9), torch.ones(9)
+    before = everything(opt)
+    with pytest.raises(ValueError, match=r"shape \(6,\) where the parameter has shape \(9,\).* Build a new optimizer"):
+        opt.step()
+    assert not differences(before, everything(opt))
+
+
 UNFIT = [
     (lambda p: torch.optim.LBFGS([p]), "line search .* Use torch.optim.Adam, or LBFGS alone"),
     (lambda p: torch.optim.SparseAdam([p]), "every weight in every step. Use sparse=False"),
