@@ -24,6 +24,8 @@ first step size), Adafactor (lr is capped by the step count) and ASGD (lr also s
 _OTHERS_LINEAR_IN_LR = (
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
     "deepspeed.ops.adam.fused_adam.FusedAdam",
+    "bitsandbytes.optim.adamw.AdamW",
+    "bitsandbytes.optim.adamw.AdamW8bit",
 )
 """By name: nobody who does not use them has to import them."""
 

@@ -22,6 +22,7 @@ class ScriptArguments:
     dtype: str = field(default="float64", metadata={"help": "float64 leaves no room for rounding in comparisons."})
     tie: bool = field(default=False)
     lora: bool = field(default=False)
+    width: int = field(default=16)
     result: str = field(default="", metadata={"help": "Write what came out as <result>.<rank>.json."})
 
 
@@ -41,12 +42,12 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def build_model(*, dtype: str = "float64", tie: bool = False, seed: int = 42) -> GPT2LMHeadModel:
+def build_model(*, dtype: str = "float64", tie: bool = False, width: int = 16, seed: int = 42) -> GPT2LMHeadModel:
     set_seed(seed)
     config = GPT2Config(
         n_layer=2,
         n_head=2,
-        n_embd=16,
+        n_embd=width,
         vocab_size=32,
         n_positions=12,
         bos_token_id=0,
@@ -70,7 +71,7 @@ def add_lora(model: Any) -> Any:
 def run(argv: Sequence[str]) -> dict[str, Any]:
     """Trains, and returns the logs, the final weights and the batches this rank saw, as plain values."""
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses(list(argv))
-    model = build_model(dtype=script.dtype, tie=script.tie, seed=args.seed)
+    model = build_model(dtype=script.dtype, tie=script.tie, width=script.width, seed=args.seed)
     if script.lora:
         model = add_lora(model)
     seen: list[list[list[int]]] = []

@@ -55,12 +55,13 @@ def plain_loop(
     max_grad_norm: float = 1.0,
     schedule: str = "linear",
     lora: bool = False,
+    width: int = 16,
     dtype: str = "float64",
     bf16: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """`mechanize` around a torch optimizer in a loop without any framework, on the batches that the Trainer saw."""
-    model: Any = build_model(dtype=dtype)
+    model: Any = build_model(dtype=dtype, width=width)
     if lora:
         model = add_lora(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
