@@ -5,7 +5,8 @@
     accelerate launch ... -m mechanic_plugins.run script.py --optim mechanic_adamw ...
     deepspeed ... --module mechanic_plugins.run script.py --optim mechanic_adamw ...
 
-`-m package.module` in the script's place runs a module, as python does.
+`-m package.module` in the script's place runs a module, as python does. `mechanic-run` is short for
+`python -m mechanic_plugins.run`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import io
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -22,6 +24,8 @@ from mechanic_plugins import hook
 
 __all__ = ["main"]
 
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+
 
 def main() -> None:
     """Takes the target and its arguments from the command line."""
@@ -29,7 +33,7 @@ def main() -> None:
     if importlib.util.find_spec("transformers") is None:
         _stop("there is no transformers to register with: pip install 'mechanic-plugins[transformers]'")
     hook.install()
-    sys.excepthook = _without_our_frames
+    sys.excepthook = _without_our_frames({__file__, runpy.__file__, "<frozen runpy>", hook.__file__, *_started_by()})
     if target == "-m":
         _run_module(arguments)
     else:
@@ -64,6 +68,7 @@ def _stop(message: str) -> NoReturn:
 def _run_module(arguments: list[str]) -> None:
     """What `python -m module` does, by python's own means: run_module would put our `__main__` back at the end."""
     sys.argv = arguments
+    _lead_the_path(Path.cwd())
     sys.modules["__main__"] = ModuleType("__main__")
     runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
 
@@ -71,8 +76,7 @@ def _run_module(arguments: list[str]) -> None:
 def _run_script(script: str, arguments: list[str]) -> None:
     """What `python script.py` does. runpy.run_path would put our own `__main__` back before exit handlers ran."""
     sys.argv = [script, *arguments]
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(script).resolve().parent)
+    _lead_the_path(Path(script).resolve().parent)
     if Path(script).is_dir() or script.endswith((".zip", ".pyz")):
         runpy.run_path(script, run_name="__main__")
         return
@@ -83,6 +87,11 @@ def _run_script(script: str, arguments: list[str]) -> None:
     exec(_compiled(script), module.__dict__)
 
 
+def _lead_the_path(folder: Path) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(folder)
+
+
 def _compiled(script: str) -> Any:
     try:
         with io.open_code(str(Path(script).absolute())) as file:
@@ -91,12 +100,21 @@ def _compiled(script: str) -> Any:
         _stop(f"can't open file {script!r}: [Errno {error.errno}] {error.strerror}")
 
 
-def _without_our_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _started_by() -> list[str]:
+    """The file of the `mechanic-run` command, where that is how we were started."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return [file] if file else []
+
+
+def _without_our_frames(ours: set[str]) -> ExceptHook:
     """A script's traceback begins in the script."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>", hook.__file__}
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
-        trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
+            trace = trace.tb_next
+        sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+    return excepthook
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-RUN = ("-m", "mechanic_plugins.run")
+RUN = (sys.executable, "-m", "mechanic_plugins.run")
 
 FACTS = """
 '''A script that says how it was started.'''
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(folder)])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, *command], text=True, cwd=folder, env=env, **pipes)
+    return subprocess.Popen(command, text=True, cwd=folder, env=env, **pipes)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -56,7 +56,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def test_a_script_sees_no_difference(folder: Path) -> None:
     codes = {"": 0, "fail": 1, "exit": 7, "interrupt": -signal.SIGINT, "--help": 0}
-    direct = [start(folder, "scripts/facts.py", *what.split()) for what in codes]
+    direct = [start(folder, sys.executable, "scripts/facts.py", *what.split()) for what in codes]
     ours = [start(folder, *RUN, "scripts/facts.py", *what.split()) for what in codes]
     for what, one, other in zip(codes, direct, ours, strict=True):
         expected = ended(one)
@@ -66,8 +66,18 @@ def test_a_script_sees_no_difference(folder: Path) -> None:
 
 
 def test_a_module_sees_no_difference(folder: Path) -> None:
-    direct = [start(folder, "-m", "scripts.facts", *what) for what in ([], ["exit"])]
+    direct = [start(folder, sys.executable, "-m", "scripts.facts", *what) for what in ([], ["exit"])]
     ours = [start(folder, *RUN, "-m", "scripts.facts", *what) for what in ([], ["exit"])]
+    for one, other in zip(direct, ours, strict=True):
+        assert ended(other) == ended(one)
+
+
+def test_the_command_is_the_module(folder: Path) -> None:
+    """Its own file must not lead the traceback, nor its folder the path."""
+    command = str(Path(sys.executable).with_name("mechanic-run"))
+    targets = (["scripts/facts.py", "fail"], ["-m", "scripts.facts", "exit"])
+    direct = [start(folder, sys.executable, *target) for target in targets]
+    ours = [start(folder, command, *target) for target in targets]
     for one, other in zip(direct, ours, strict=True):
         assert ended(other) == ended(one)
 
