@@ -140,20 +140,17 @@ def test_plain() -> None:
 
 
 @pytest.mark.parametrize("setup", SETUPS[1:])
-def test_two_ranks_are_a_plain_loop_on_both_ranks_batches(ranks: Pair, setup: str) -> None:
-    results = ranks(RANKS)(whole_run, setup)
-    expected = plain_loop(RANKS, setup)
-    assert results[0]["kind"] == ("MULTI_CPU" if setup == "ddp" else "FSDP")
-    assert results[0]["scales"] == results[1]["scales"]
-    within = 1e-6 if setup == "fsdp1" else 1e-9
-    assert results[0]["scales"] == pytest.approx(expected["scales"], rel=within)
-    for w, e in zip(results[0]["weights"], expected["weights"], strict=True):
-        torch.testing.assert_close(torch.tensor(w), torch.tensor(e), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("setup", SETUPS[1:])
-def test_save_state_and_load_state_go_on_exactly(ranks: Pair, tmp_path: Path, setup: str) -> None:
-    resumed = ranks(RANKS)(resumed_run, setup, str(tmp_path))
+def test_two_ranks_are_a_plain_loop_on_both_ranks_batches_and_go_on_exactly(
+    ranks: Pair, tmp_path: Path, setup: str
+) -> None:
     whole = ranks(RANKS)(whole_run, setup)
+    expected = plain_loop(RANKS, setup)
+    assert whole[0]["kind"] == ("MULTI_CPU" if setup == "ddp" else "FSDP")
+    assert whole[0]["scales"] == whole[1]["scales"]
+    within = 1e-6 if setup == "fsdp1" else 1e-9
+    assert whole[0]["scales"] == pytest.approx(expected["scales"], rel=within)
+    for w, e in zip(whole[0]["weights"], expected["weights"], strict=True):
+        torch.testing.assert_close(torch.tensor(w), torch.tensor(e), rtol=1e-6, atol=1e-6)
+    resumed = ranks(RANKS)(resumed_run, setup, str(tmp_path))
     assert resumed[0]["scales"] == whole[0]["scales"]
     assert resumed[0]["weights"] == whole[0]["weights"]

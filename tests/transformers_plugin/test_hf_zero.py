@@ -37,14 +37,22 @@ def adamw(groups: Any, lr: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_is_a_plain_loop_on_both_ranks_batches(zero_ranks: Ranks, tmp_path: Path, stage: int) -> None:
-    results = zero_ranks(train, arguments(tmp_path, stage), "deepspeed")
-    assert results[0]["distributed"] == "DEEPSPEED"
-    assert results[0]["optimizers"][0] == "DeepSpeedOptimizerWrapper"
-    assert "MechanicOptimizer" in results[0]["optimizers"]
-    scales = [[entry["mechanic/scale"] for entry in result["logs"]] for result in results]
+def test_zero_is_a_plain_loop_on_both_ranks_batches_and_resumes_exactly(
+    zero_ranks: Ranks, tmp_path: Path, stage: int
+) -> None:
+    argv = arguments(tmp_path, stage, save_strategy="steps", save_steps=STEPS // 2)
+    whole = zero_ranks(train, argv, "deepspeed")
+    assert whole[0]["distributed"] == "DEEPSPEED"
+    assert whole[0]["optimizers"][0] == "DeepSpeedOptimizerWrapper"
+    assert "MechanicOptimizer" in whole[0]["optimizers"]
+    scales = [[entry["mechanic/scale"] for entry in result["logs"]] for result in whole]
     assert scales[0] == scales[1]
-    assert_same(results[0], plain_loop(by_step(results), adamw, dtype="float32"))
+    assert_same(whole[0], plain_loop(by_step(whole), adamw, dtype="float32"))
+    checkpoint = tmp_path / f"checkpoint-{STEPS // 2}"
+    resumed = zero_ranks(train, [*argv, "--resume_from_checkpoint", str(checkpoint)], "deepspeed")
+    assert len(resumed[0]["batches"]) == STEPS // 2
+    assert resumed[0]["logs"] == whole[0]["logs"]
+    assert resumed[0]["weights"] == whole[0]["weights"]
 
 
 def test_an_offloaded_optimizer_keeps_mechanic(zero_ranks: Ranks, tmp_path: Path) -> None:
@@ -64,17 +72,6 @@ def loop_with_cpu_adam(rank: int, steps: list[list[list[list[int]]]]) -> dict[st
     build = partial(DeepSpeedCPUAdam, eps=1e-3, adamw_mode=True)
     result = plain_loop([[torch.tensor(batch) for batch in step] for step in steps], build, dtype="float32")
     return {**result, "weights": {name: weight.tolist() for name, weight in result["weights"].items()}}
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_resumes_exactly(zero_ranks: Ranks, tmp_path: Path, stage: int) -> None:
-    argv = arguments(tmp_path, stage, save_strategy="steps", save_steps=STEPS // 2)
-    whole = zero_ranks(train, argv, "deepspeed")
-    checkpoint = tmp_path / f"checkpoint-{STEPS // 2}"
-    resumed = zero_ranks(train, [*argv, "--resume_from_checkpoint", str(checkpoint)], "deepspeed")
-    assert len(resumed[0]["batches"]) == STEPS // 2
-    assert resumed[0]["logs"] == whole[0]["logs"]
-    assert resumed[0]["weights"] == whole[0]["weights"]
 
 
 def test_an_optimizer_in_the_config_that_takes_mechanics_place_is_noticed(zero_ranks: Ranks, tmp_path: Path) -> None:
