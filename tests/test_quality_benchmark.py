@@ -1,0 +1,76 @@
+"""The benchmark of tuning quality: every family in small, and the page that is made of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+FOLDER = Path(__file__).parent.parent / "examples" / "benchmarks" / "quality"
+
+
+def started(script: str, *arguments: str | Path) -> str:
+    command = [sys.executable, FOLDER / script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quality") / "results.jsonl"
+    started("run.py", "--size", "smoke", "--seeds", "1", "--methods", "mechanic", "--out", path)
+    sweep = ("--methods", "sweep", "mechanic, other lrs", "--only", "convex: iris", "streams")
+    started("run.py", "--size", "smoke", "--seeds", "2", *sweep, "--out", path)
+    return path
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_family_trains(results: Path) -> None:
+    ours = [record for record in records(results) if record["method"] == "mechanic"]
+    families = {"convex", "images", "language", "language, 500 steps", "language, 1000 steps", "fine-tuning", "streams"}
+    assert {record["family"] for record in ours} == families
+    for record in ours:
+        assert record["train_loss"] < record["losses"][0], record["problem"]
+
+
+@pytest.mark.slow
+def test_what_is_done_is_not_done_again(results: Path) -> None:
+    before = results.read_text()
+    out = started("run.py", "--size", "smoke", "--seeds", "1", "--methods", "mechanic", "--out", results)
+    assert "0 jobs to run" in out
+    assert results.read_text() == before
+
+
+@pytest.mark.slow
+def test_the_base_learning_rate_does_not_matter(results: Path) -> None:
+    found: dict[tuple[str, int], list[float]] = {}
+    for record in records(results):
+        if record["method"].startswith("mechanic"):
+            found.setdefault((record["problem"], record["seed"]), []).append(record["train_loss"])
+    compared = [losses for losses in found.values() if len(losses) > 2]
+    assert compared
+    for losses in compared:
+        assert max(losses) <= 1.005 * min(losses)
+
+
+@pytest.mark.slow
+def test_the_page(results: Path, tmp_path: Path) -> None:
+    started("report.py", results, "--out", tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "| convex | adamw | 1 |" in page
+    assert "runs of Mechanic's defaults" in page
+    for picture in ("ratios.png", "learning_rates.png"):
+        assert picture in page
+        assert (tmp_path / picture).stat().st_size > 10_000
