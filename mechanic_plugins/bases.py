@@ -34,19 +34,20 @@ _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 
 def is_linear_in_lr(base: Optimizer) -> bool:
     """Whether the base may be stepped at lr / c and its update multiplied by c. Subclasses may do anything: exact."""
-    name = f"{type(base).__module__}.{type(base).__qualname__}"
-    declared = bool(getattr(type(base), "linear_in_lr", False))
-    return declared or _is_torchs(base, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR
+    kind = type(base)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    declared = bool(getattr(kind, "linear_in_lr", False))
+    return declared or _is_torchs(kind, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR
 
 
 def steps_parameters_independently(base: Optimizer) -> bool:
     """Whether the base may be stepped in parts."""
-    return _is_torchs(base, (*_LINEAR_IN_LR, "Rprop", "Adafactor", "ASGD"))
+    return _is_torchs(type(base), (*_LINEAR_IN_LR, "Rprop", "Adafactor", "ASGD"))
 
 
 def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:
     """Whether the base leaves weights and moments alone, on the device, when its `found_inf` is 1."""
-    if not _is_torchs(base, _SKIPS_ON_FOUND_INF) or not all(g.get("fused") for g in base.param_groups):
+    if not _is_torchs(type(base), _SKIPS_ON_FOUND_INF) or not all(g.get("fused") for g in base.param_groups):
         return False
     if type(base) is torch.optim.SGD and any(g["momentum"] for g in base.param_groups):
         # a skipped first step would leave SGD's momentum buffer allocated and never written
@@ -91,5 +92,5 @@ def check_supported(base: Any) -> None:
         )
 
 
-def _is_torchs(base: Optimizer, names: tuple[str, ...]) -> bool:
-    return any(type(base) is getattr(torch.optim, name, None) for name in names)
+def _is_torchs(kind: type[Optimizer], names: tuple[str, ...]) -> bool:
+    return kind.__name__ in names and kind is getattr(torch.optim, kind.__name__, None)

@@ -1,24 +1,20 @@
-"""The two passes over memory that Mechanic adds to a step: the local sums, and the move.
+"""The two passes over memory that Mechanic adds to a step, by torch operations: the local sums, and the move.
 
-Tensors in these functions are local: a rank's own part of a parameter, never a DTensor. On a GPU with Triton both
-passes are a launch or two for all tensors together; elsewhere, and for tensors that are not plain rows in memory, they
-are torch operations.
+Tensors here are local: a rank's own part of a parameter, never a DTensor. This is the way on CPUs, and for tensors that
+are no plain rows in memory; `mechanic_plugins.multi_tensor` is the way on a GPU with Triton.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat, starmap
 
 import torch
 from torch import Tensor
 
-from mechanic_plugins import multi_tensor
-from mechanic_plugins.multi_tensor import Workspace
-from mechanic_plugins.slots import Slot as Slot
-from mechanic_plugins.slots import delta_dtype, needs_reference
+from mechanic_plugins.slots import Part, Slot, delta_dtype, needs_reference
 
-__all__ = ["local_sums", "move", "restore"]
+__all__ = ["Tensors", "local_sums", "move"]
 
 _CHUNK = {"cpu": 1 << 17}
 """Elements that are summed in float32 before float64 takes over. A CPU's sums are off by about 1e-7 then; GPUs add in
@@ -26,85 +22,113 @@ trees, and have few launches to give."""
 _OTHER_CHUNK = 1 << 26
 
 
-def local_sums(
-    slots: Sequence[Slot],
-    *,
-    maximize: bool,
-    device: torch.device,
-    workspace: Workspace | None = None,
-) -> Tensor:
-    """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over the slots, in float64 on `device`.
+class Tensors:
+    """The deltas and references of slots of one device and dtype, and the passes over them and their weights.
 
-    With a workspace, slots that allow it are summed by a GPU kernel.
+    Weights and gradients are handed in for each pass and never kept: a gradient kept is memory that the next forward
+    pass lacks, and FSDP may put another tensor in a weight's place.
     """
-    rows, others = _split(slots, workspace)
-    total = torch.zeros(5, dtype=torch.float64, device=device)
-    for kind in rows:
-        assert workspace is not None
-        total += multi_tensor.sums(kind, workspace).to(device, non_blocking=True)
-    for slot in others:
-        total += _sums_of(slot).to(device, non_blocking=True)
-    if maximize:
-        total[0].neg_()
-    return total
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.deltas = [slot.delta for slot in slots]
+        self.refs = [slot.ref for slot in slots]
+        self.sizes = [slot.x.numel() * slot.x.element_size() for slot in slots]
+        self._device, self._dtype = slots[0].x.device, slots[0].x.dtype
+        self._shapes = [slot.x.shape for slot in slots]
+
+    def point(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Whether weights and gradients are still what they were."""
+        dtype, device = self._dtype, self._device
+        for x, grad, shape in zip(xs, grads, self._shapes, strict=True):
+            if x.dtype != dtype or x.shape != shape or x.device != device:
+                return False
+            if grad is not None and grad.layout != torch.strided:
+                return False
+        return True
+
+    def add_sums(
+        self,
+        xs: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        out: Tensor,
+        *,
+        row: int,
+        weight: float,
+        maximize: bool,
+    ) -> None:
+        """Adds this list's share to a tuner's five sums, and its gradients to the count at the end."""
+        slots = [Slot(*tensors) for tensors in zip(xs, grads, self.deltas, self.refs, strict=True)]
+        sums = local_sums(slots, device=out.device)
+        if maximize:
+            sums[0].neg_()
+        out[5 * row : 5 * row + 5].add_(sums, alpha=weight)
+        out[-1].add_(sum(grad is not None for grad in grads))
+
+    def snapshot(self, part: Part, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of a part's weights."""
+        if self._device.type == "cpu":
+            return [x.clone() for x in xs]
+        copies = [torch.empty_like(x) for x in xs]
+        torch._foreach_copy_(copies, [x.detach() for x in xs])
+        return copies
+
+    def restore(self, part: Part, xs: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
+        """The weights as they were before the base touched them."""
+        torch._foreach_copy_(list(xs), list(snapshot))
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """The parts whose moves will make up the whole."""
+
+    def move(self, part: Part, xs: Sequence[Tensor], snapshot: Sequence[Tensor], scales: Tensor) -> None:
+        """From the base's weights to Mechanic's."""
+        here = slice(part.first, part.last)
+        slots = [Slot(x, None, d, r) for x, d, r in zip(xs, self.deltas[here], self.refs[here], strict=True)]
+        move(slots, snapshot, before=scales[0], after=scales[1])
+
+    def moved(self, xs: Sequence[Tensor]) -> None:
+        """All parts have moved."""
 
 
-def _split(slots: Sequence[Slot], workspace: Workspace | None) -> tuple[list[list[Slot]], list[Slot]]:
-    """Lists of one kind each for the kernels, and the rest."""
-    if workspace is None or not slots or not multi_tensor.can_run(slots[0].x.device):
-        return [], list(slots)
-    kinds, others = defaultdict(list), []
-    for slot in slots:
-        if multi_tensor.fits(slot) and multi_tensor.can_run(slot.x.device):
-            kinds[multi_tensor.kind_of(slot)].append(slot)
-        else:
-            others.append(slot)
-    return list(kinds.values()), others
+def local_sums(slots: Sequence[Slot], *, device: torch.device) -> Tensor:
+    """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over slots of one device and dtype, in float64 on `device`."""
+    dots = torch.stack([dot for slot in slots for dot in _dots_of(slot)]).to(device, non_blocking=True)
+    return dots.view(-1, 5).sum(0, dtype=torch.float64)
 
 
-def _sums_of(slot: Slot) -> Tensor:
-    x, g, d = (None if t is None else _required(t).reshape(-1) for t in (slot.x, slot.grad, slot.delta))
+def _dots_of(slot: Slot) -> Iterator[Tensor]:
+    """The five of each chunk, in turn."""
+    x, g, d = (None if t is None else _real(t).reshape(-1) for t in (slot.x, slot.grad, slot.delta))
     assert x is not None
     chunk = _CHUNK.get(x.device.type, _OTHER_CHUNK)
-    total = _dots(x, g, d, slice(0, chunk))
-    for at in range(chunk, x.numel(), chunk):
-        total = total.double() + _dots(x, g, d, slice(at, at + chunk))
-    return total
+    if x.numel() <= chunk:
+        return _dots(x, g, d)
+    pieces = (repeat(None) if t is None else torch.split(t, chunk) for t in (x, g, d))
+    return chain.from_iterable(starmap(_dots, zip(*pieces, strict=False)))
 
 
-def _dots(x: Tensor, g: Tensor | None, d: Tensor | None, here: slice) -> Tensor:
+def _dots(x: Tensor, g: Tensor | None, d: Tensor | None) -> Iterator[Tensor]:
     wide = delta_dtype(x.dtype)
-    x = x[here].to(wide)
-    g, d = (None if t is None else t[here].to(wide) for t in (g, d))
-    zero = x.new_zeros(())
-    return torch.stack(
-        [
-            zero if d is None or g is None else torch.dot(d, g),
-            zero if g is None else torch.dot(g, g),
-            torch.dot(x, x),
-            zero if d is None else torch.dot(d, x),
-            zero if d is None else torch.dot(d, d),
-        ]
-    )
+    x, g, d = x.to(wide), None if g is None else g.to(wide), None if d is None else d.to(wide)
+    zero = x.new_zeros(()) if g is None or d is None else x
+    yield zero if d is None or g is None else torch.dot(d, g)
+    yield zero if g is None else torch.dot(g, g)
+    yield torch.dot(x, x)
+    yield zero if d is None else torch.dot(d, x)
+    yield zero if d is None else torch.dot(d, d)
 
 
-def _required(t: Tensor | None) -> Tensor:
+def _real(t: Tensor) -> Tensor:
     """Complex parameters are pairs of real ones."""
-    assert t is not None
     return torch.view_as_real(t) if t.is_complex() else t
 
 
-def move(
-    slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, workspace: Workspace | None = None
-) -> None:
+def move(slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor) -> None:
     """From the base's weights to Mechanic's: x = old + (after - before) * delta + after * u; delta += u.
 
     u = x - old is what the base did. `olds` is read only, so that a caller can go back to it if anything raises.
     All slots have a delta and share one device and dtype.
     """
-    if workspace is not None and multi_tensor.can_run(slots[0].x.device) and all(map(multi_tensor.fits, slots)):
-        multi_tensor.move(slots, olds, torch.stack([before, after]), workspace)
-    elif needs_reference(slots[0].x.dtype):
+    if needs_reference(slots[0].x.dtype):
         for slot, old in zip(slots, olds, strict=True):
             _move_rounded(slot, old, before=before.float(), after=after.float())
     else:
@@ -112,14 +136,18 @@ def move(
 
 
 def _move_by_difference(slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor) -> None:
-    xs, deltas = [_required(s.x) for s in slots], [_required(s.delta) for s in slots]
-    olds = [_required(old) for old in olds]
+    xs, deltas = [_real(s.x) for s in slots], [_real(_delta(s)) for s in slots]
+    olds = [_real(old) for old in olds]
+    # before * u + (after - before) * (delta + u): the whole move, small beside x, so that x is rounded once
     if xs[0].device.type == "cpu":
-        xs, deltas, olds = _in_cache(xs, deltas, olds)
+        factor, alpha = before.item(), (after - before).item()
+        for x, delta, old in zip(*_in_cache(xs, deltas, olds), strict=True):
+            delta.add_(x.sub_(old))  # u
+            x.mul_(factor).add_(delta, alpha=alpha).add_(old)
+        return
     before, step = before.to(xs[0].dtype), (after - before).to(xs[0].dtype)
     for x, delta, old in zip(xs, deltas, olds, strict=True):
-        delta.add_(x.sub_(old))  # u
-        # before * u + (after - before) * (delta + u): the whole move, small beside x, so that x is rounded once
+        delta.add_(x.sub_(old))
         x.mul_(before).addcmul_(delta, step).add_(old)
 
 
@@ -136,7 +164,8 @@ def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], lis
 
 def _move_rounded(slot: Slot, old: Tensor, *, before: Tensor, after: Tensor) -> None:
     """Low precision: x is the rounding of ref + scale * delta. Weights that somebody else moved take ref with them."""
-    delta, ref = _required(slot.delta), _required(slot.ref)
+    delta, ref = _delta(slot), slot.ref
+    assert ref is not None
     expected = torch.addcmul(ref.float(), delta, before)
     moved_outside = old != expected.to(old.dtype)
     ref.copy_(torch.where(moved_outside, old.float() - before * delta, ref.float()))
@@ -144,6 +173,6 @@ def _move_rounded(slot: Slot, old: Tensor, *, before: Tensor, after: Tensor) -> 
     slot.x.copy_(torch.addcmul(ref.float(), delta, after))
 
 
-def restore(slots: Sequence[Slot], olds: Sequence[Tensor]) -> None:
-    """The weights as they were before the base touched them."""
-    torch._foreach_copy_([s.x for s in slots], list(olds))
+def _delta(slot: Slot) -> Tensor:
+    assert slot.delta is not None
+    return slot.delta

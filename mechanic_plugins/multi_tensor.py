@@ -1,33 +1,38 @@
 """Launches the GPU kernels over lists of tensors: a handful of launches, however long the list.
 
-The pointers are read anew in every step (gradients move when they are set to None, FSDP may put another tensor in
-place) and copied to the device only when one of them has changed.
+`Rows` is such a list. What stays the same from step to step is on the device already; the addresses of weights and
+gradients are read anew in every step (gradients move when they are set to None, FSDP may put another tensor in place)
+and copied there only when one of them has changed.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 import os
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mechanic_plugins.settings import Settings
-from mechanic_plugins.slots import Slot, delta_dtype, needs_reference
-from mechanic_plugins.tuner import AUTO_FRACTION, TunerState
+from mechanic_plugins.slots import Part, Slot, delta_dtype, needs_reference
 
-__all__ = ["Extra", "Table", "Workspace", "advance", "can_run", "fits", "is_plain", "is_row", "move", "point", "sums"]
+__all__ = ["Extra", "Rows", "Table", "can_run", "fits", "is_capturing", "kind_of"]
 
 SUM_BLOCK, SUM_WARPS, SUM_PROGRAMS = 4096, 8, 4
 MOVE_BLOCK, MOVE_WARPS, MOVE_PROGRAMS = 512, 4, 12
 """Elements a block, warps a program, and programs on each of the GPU's processors."""
-_COLLECT_BLOCK = 256
-_KEPT_TABLES = 32
+_COLLECT_BLOCK = 1024
+_KEPT_CONSTANTS = 32
+_COLUMNS = 9
+_POINTERS = 6
+"""How many of the columns point to vectors."""
+_ALIGNED = 16
+"""Elements, enough for reading 16 bytes at once: the tensors in a snapshot begin at multiples of it."""
 
 
 def is_interpreted() -> bool:
@@ -46,23 +51,35 @@ def can_run(device: torch.device) -> bool:
     return has_triton() and (device.type == "cuda" or is_interpreted())
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def fits(slot: Slot) -> bool:
-    """Whether a slot's tensors lie in memory one after the other, so that kernels may walk them as one row."""
-    return slot.delta is not None and slot.x.is_floating_point() and is_row(slot.x)
+    """Whether kernels may walk weights and gradient as one row each."""
+    x, grad = slot.x, slot.grad
+    return can_run(x.device) and x.is_floating_point() and _is_row(x) and (grad is None or _lies_like(grad, x))
 
 
-def is_plain(slot: Slot) -> bool:
-    """Whether weights and gradient lie in memory alike, one after the other."""
-    return is_row(slot.x) and (slot.grad is None or slot.grad.stride() == slot.x.stride())
-
-
-def is_row(x: Tensor) -> bool:
+def _is_row(x: Tensor) -> bool:
     """Dense, in an order that `zeros_like` keeps."""
     return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
-@dataclass(frozen=True)
-class Extra:
+def _lies_like(grad: Tensor, x: Tensor) -> bool:
+    if grad.layout != torch.strided:
+        return False
+    return grad.stride() == x.stride() or (grad.is_contiguous() and x.is_contiguous())
+
+
+def kind_of(slot: Slot) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
+    """Slots of one kind share a launch. One of odd length would have all of them read element by element."""
+    gtype = slot.x.dtype if slot.grad is None else slot.grad.dtype
+    return slot.x.device, slot.x.dtype, gtype, slot.x.numel() % _ALIGNED == 0
+
+
+class Extra(NamedTuple):
     """What the base keeps for a parameter; None where it has no such thing."""
 
     moment1: Tensor | None = None
@@ -76,304 +93,273 @@ class Tiles:
 
     blocks: Tensor
     firsts: Tensor
-    count: int
+    starts: list[int]
+    """`firsts` on the host, and the number of blocks behind it."""
+
+    def of(self, part: Part) -> tuple[int, int]:
+        """The first block of a part, and the first one behind it."""
+        return self.starts[part.first], self.starts[part.last]
 
 
 @dataclass
 class Table:
-    """The pointers of one list of tensors, on the device."""
+    """The addresses of one list of tensors, and other small things, on the device."""
 
     device: torch.device
     numels: tuple[int, ...]
     rows: list[int] = field(default_factory=list)
     pointers: Tensor | None = None
-    is_aligned: bool = False
     tiles: dict[int, Tiles] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
     """Host memory that a captured graph will read again at each replay."""
-    buffers: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
-
-    def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Float32 memory that stays, with what the last launch left in it: a skipped step writes nothing."""
-        if name not in self.buffers or self.buffers[name].shape != shape:
-            self.buffers[name] = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        return self.buffers[name]
 
     def constant(self, numbers: tuple[float, ...]) -> Tensor:
         """Float64 numbers on the device, copied there once."""
         if numbers not in self.constants:
-            if len(self.constants) > _KEPT_TABLES:
+            if len(self.constants) > _KEPT_CONSTANTS:
                 self.constants.clear()
             self.constants[numbers] = self._on_device(torch.tensor(numbers, dtype=torch.float64))
         return self.constants[numbers]
 
     def tiled(self, size: int) -> Tiles:
         if size not in self.tiles:
-            counts = torch.tensor([-(-numel // size) for numel in self.numels], dtype=torch.int64)
+            counts = [-(-numel // size) for numel in self.numels]
+            starts = [0, *accumulate(counts)]
             index = torch.arange(len(counts), dtype=torch.int32)
-            blocks, firsts = index.repeat_interleave(counts), counts.cumsum(0) - counts
-            self.tiles[size] = Tiles(self._on_device(blocks), self._on_device(firsts), int(counts.sum()))
+            blocks, firsts = index.repeat_interleave(torch.tensor(counts)), torch.tensor(starts[:-1])
+            self.tiles[size] = Tiles(self._on_device(blocks), self._on_device(firsts), starts)
         return self.tiles[size]
 
-    def point_to(self, rows: list[int], *, bits: int) -> Tensor:
-        """The table for these rows; `bits` is all their pointers ored."""
+    def point_to(self, rows: list[int]) -> Tensor:
         if self.pointers is None or rows != self.rows:
             self.pointers = self._on_device(torch.tensor(rows, dtype=torch.int64))
-            self.rows, self.is_aligned = rows, bits % 16 == 0
+            self.rows = rows
         return self.pointers
 
     def _on_device(self, host: Tensor) -> Tensor:
         if self.device.type != "cuda":
             return host
         pinned = host.pin_memory()  # torch keeps pinned memory until the copy has read it
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.device):
             self.held.append(pinned)
         return pinned.to(self.device, non_blocking=True)
 
 
-class Workspace:
-    """The tables of the lists seen lately. Holds nothing that matters: it may be thrown away at any time."""
+class Rows:
+    """Slots of one kind, all of them with a delta, that lie in memory as rows: a pass over them is one launch.
 
-    def __init__(self) -> None:
-        self._tables: OrderedDict[Hashable, Table] = OrderedDict()
+    `point` comes first in every step. A move leaves <x, x>, <d, x> and <d, d> of what it wrote, so that the next sums
+    need not read the weights.
+    """
 
-    def table(self, key: Hashable, slots: Sequence[Slot]) -> Table:
-        numels = tuple(slot.x.numel() for slot in slots)
-        full_key = (key, numels)
-        if full_key not in self._tables:
-            self._tables[full_key] = Table(slots[0].x.device, numels)
-            if len(self._tables) > _KEPT_TABLES:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(full_key)
-        return self._tables[full_key]
+    def __init__(
+        self, slots: Sequence[Slot], *, extras: Sequence[Extra] | None = None, table: Table | None = None
+    ) -> None:
+        self.device, self.xtype, self.gtype, self._is_even = kind_of(slots[0])
+        self.dtype = delta_dtype(self.xtype)
+        self.acc = torch.float64 if self.xtype == torch.float64 else torch.float32
+        self.numels = tuple(slot.x.numel() for slot in slots)
+        self.sizes = [slot.x.numel() * slot.x.element_size() for slot in slots]
+        self.table = Table(self.device, self.numels) if table is None else table
+        self.places = [0, *accumulate(-(-numel // _ALIGNED) * _ALIGNED for numel in self.numels)]
+        self.is_aligned = False
+        self.gradients = 0
+        self._index = slots[0].x.get_device()
+        self._strides = [slot.x.stride() for slot in slots]
+        self._rows: list[int] = []
+        for slot, place, extra in zip(slots, self.places, extras or [_NOTHING] * len(slots), strict=False):
+            pointers = (0 if t is None else t.data_ptr() for t in (slot.delta, slot.ref, *extra))
+            self._rows += (0, 0, *pointers, place, slot.x.numel())
+        self._bits = _ored(self._rows)
+        self._versions: list[int] = []
+        self._left: list[int] | None = None
+        """The weights' versions after our last move: as long as they are the same, the norms it left are right."""
+        self._norms: dict[tuple[Part, ...], tuple[Tensor, dict[Part, Tensor]]] = {}
+        self._last_norms: Tensor | None = None
+        self.targets: dict[Part, Tensor] = {}
 
+    def point(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Reads the addresses of weights and gradients; False where one is not like it was."""
+        xtype, gtype, index = self.xtype, self.gtype, self._index
+        rows, at, gradients, bits, versions = list(self._rows), 0, 0, self._bits, []
+        for x, grad, stride, numel in zip(xs, grads, self._strides, self.numels, strict=True):
+            if x.dtype != xtype or x.get_device() != index or x.stride() != stride or x.numel() != numel:
+                return False
+            rows[at] = address = x.data_ptr()
+            bits |= address
+            versions.append(x._version)
+            if grad is None:
+                rows[at + 1] = 0
+            else:
+                unlike = grad.layout != torch.strided or grad.stride() != stride
+                if grad.dtype != gtype or (unlike and not _lies_like(grad, x)):
+                    return False
+                rows[at + 1] = address = grad.data_ptr()
+                bits |= address
+                gradients += 1
+            at += _COLUMNS
+        if rows[::_COLUMNS] != self._rows[::_COLUMNS]:
+            self._left = None
+        self._rows, self._versions, self.gradients = rows, versions, gradients
+        self.is_aligned = self._is_even and bits % 16 == 0
+        self.table.point_to(rows)
+        return True
 
-def point(
-    table: Table,
-    slots: Sequence[Slot],
-    *,
-    olds: Sequence[Tensor] | None = None,
-    extras: Sequence[Extra] | None = None,
-) -> tuple[Tensor, list[Tensor]]:
-    """The table of pointers, and what must stay alive until the launch: gradients copied into their weights' layout."""
-    rows: list[int] = []
-    alive: list[Tensor] = []
-    bits = 0
-    for index, slot in enumerate(slots):
-        grad = slot.grad
-        if grad is not None and grad.stride() != slot.x.stride() and grad.numel() > 1:
-            grad = torch.empty_like(slot.x, dtype=grad.dtype).copy_(grad)
-            alive.append(grad)
-        extra = extras[index] if extras is not None else _NOTHING
-        old = olds[index] if olds is not None else None
-        tensors = (slot.x, grad, slot.delta, slot.ref, extra.moment1, extra.moment2, extra.step)
-        pointers = [0 if t is None else t.data_ptr() for t in tensors]
-        before = 0 if old is None else old.data_ptr()
-        for pointer in pointers[:6]:
-            bits |= pointer
-        bits |= before
-        rows += (*pointers, before, slot.x.numel())
-    return table.point_to(rows, bits=bits), alive
+    @property
+    def pointers(self) -> Tensor:
+        assert self.table.pointers is not None
+        return self.table.pointers
+
+    def add_sums(
+        self,
+        xs: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        out: Tensor,
+        *,
+        row: int,
+        weight: float,
+        maximize: bool,
+    ) -> None:
+        """Adds this list's share to a tuner's five sums, and its gradients to the count at the end."""
+        here = out if out.device == self.device else torch.zeros_like(out, device=self.device)
+        known = self._left == self._versions and not is_capturing(self.device)
+        partial = self._partial_sums(norms=not known)
+        norms = self._last_norms if known else None
+        _kernels().collect_kernel[(1,)](
+            partial,
+            len(partial),
+            partial if norms is None else norms,
+            0 if norms is None else len(norms),
+            self.table.constant((weight, float(self.gradients))),
+            here[5 * row : 5 * row + 5],
+            here[-1:],
+            NORMS_APART=norms is not None,
+            MAXIMIZE=maximize,
+            SIZE=_COLLECT_BLOCK,
+            num_warps=4,
+        )
+        if here is not out:
+            out += here.to(out.device, non_blocking=True)
+
+    def _partial_sums(self, *, norms: bool) -> Tensor:
+        """Five partial sums for each program; without `norms`, x is not read and the last three are left out."""
+        tiles = self.table.tiled(SUM_BLOCK)
+        programs = min(tiles.starts[-1], SUM_PROGRAMS * _processors(self.device))
+        out = torch.empty(programs, 5, dtype=self.acc, device=self.device)
+        if programs:
+            _kernels().sums_kernel[(programs,)](
+                self.pointers,
+                tiles.blocks,
+                tiles.firsts,
+                out,
+                tiles.starts[-1],
+                **self.types("xtype", "gtype", "dtype", "acc"),
+                NORMS=norms,
+                ALIGNED=self.is_aligned,
+                SIZE=SUM_BLOCK,
+                num_warps=SUM_WARPS,
+            )
+        return out
+
+    def snapshot(self, part: Part, xs: Sequence[Tensor]) -> Tensor:
+        """The weights of a part, end to end."""
+        place = self.places[part.first]
+        flat = torch.empty(self.places[part.last] - place, dtype=self.xtype, device=self.device)
+        tiles = self.table.tiled(SUM_BLOCK)
+        first, last = tiles.of(part)
+        if last > first:
+            _kernels().snapshot_kernel[(min(last - first, SUM_PROGRAMS * _processors(self.device)),)](
+                self.pointers,
+                tiles.blocks,
+                tiles.firsts,
+                first,
+                last,
+                flat,
+                place,
+                **self.types("xtype"),
+                ALIGNED=self.is_aligned,
+                SIZE=SUM_BLOCK,
+                num_warps=SUM_WARPS,
+            )
+        return flat
+
+    def restore(self, part: Part, xs: Sequence[Tensor], snapshot: Tensor) -> None:
+        """The weights as they were before the base touched them."""
+        for x, place in zip(xs, self.places[part.first : part.last], strict=True):
+            x.copy_(snapshot.as_strided(x.size(), x.stride(), place - self.places[part.first]))
+        self._left = None
+
+    def move(self, part: Part, xs: Sequence[Tensor], snapshot: Tensor, scales: Tensor) -> None:
+        """From the base's weights to Mechanic's; `xs` are where the base has left them."""
+        self._follow(part, xs)
+        tiles, norms = self.table.tiled(MOVE_BLOCK), self.targets[part]
+        first, last = tiles.of(part)
+        if last > first:
+            _kernels().move_kernel[(len(norms),)](
+                self.pointers,
+                tiles.blocks,
+                tiles.firsts,
+                first,
+                last,
+                snapshot,
+                self.places[part.first],
+                scales,
+                norms,
+                **self.types("xtype", "dtype", "acc"),
+                LOW=needs_reference(self.xtype),
+                ALIGNED=self.is_aligned,
+                SIZE=MOVE_BLOCK,
+                num_warps=MOVE_WARPS,
+            )
+            torch.autograd.graph.increment_version(xs)
+
+    def _follow(self, part: Part, xs: Sequence[Tensor]) -> None:
+        """A base may put new tensors in its parameters' place instead of writing into them."""
+        here = slice(part.first * _COLUMNS, part.last * _COLUMNS, _COLUMNS)
+        addresses = [x.data_ptr() for x in xs]
+        if addresses != self._rows[here]:
+            self._rows = list(self._rows)
+            self._rows[here] = addresses
+            self.is_aligned = self.is_aligned and functools.reduce(operator.or_, addresses) % 16 == 0
+            self.table.point_to(self._rows)
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """The parts whose moves will make up the whole: `targets` says where each of them is to leave its norms."""
+        key = tuple(parts)
+        if key not in self._norms:
+            ranges = map(self.table.tiled(MOVE_BLOCK).of, parts)
+            programs = [min(last - first, MOVE_PROGRAMS * _processors(self.device)) for first, last in ranges]
+            norms = torch.zeros(sum(programs), 3, dtype=self.acc, device=self.device)
+            self._norms[key] = norms, dict(zip(parts, torch.split(norms, programs), strict=True))
+        self._last_norms, self.targets = self._norms[key]
+        self._left = None
+
+    def moved(self, xs: Sequence[Tensor]) -> None:
+        """All parts have moved: the norms that they left hold as long as nobody writes into the weights."""
+        self._left = [x._version for x in xs]
+
+    def types(self, *names: str) -> dict[str, Any]:
+        """Triton's names of the dtypes that the kernels ask for."""
+        return {name: triton_type(getattr(self, name)) for name in names}
 
 
 _NOTHING = Extra()
 
 
-def kind_of(slot: Slot) -> tuple[Any, ...]:
-    """Slots of one kind share a launch."""
-    grad = slot.grad.dtype if slot.grad is not None else slot.x.dtype
-    return slot.x.device, slot.x.dtype, grad
+def _ored(rows: Sequence[int]) -> int:
+    """All pointers to vectors in one number: what its last bits say holds for each."""
+    bits = 0
+    for column in range(_POINTERS):
+        bits |= functools.reduce(operator.or_, rows[column::_COLUMNS], 0)
+    return bits
 
 
-def sums(slots: Sequence[Slot], workspace: Workspace) -> Tensor:
-    """The five sums over slots of one kind, in float64."""
-    table = workspace.table(("sums", *kind_of(slots[0])), slots)
-    pointers, _alive = point(table, slots)
-    out = torch.zeros(6, dtype=torch.float64, device=slots[0].x.device)
-    partial = partial_sums(table, pointers, kind_of(slots[0]), norms=True)
-    collect(out[:5], out[5:], partial, None, constants=table.constant((1.0, 0.0)), maximize=False)
-    return out[:5]
+def _kernels() -> Any:
+    """Imported in the first launch: whoever has no GPU never loads Triton."""
+    from mechanic_plugins import triton_kernels
 
-
-def partial_sums(table: Table, pointers: Tensor, kind: tuple[Any, ...], *, norms: bool) -> Tensor:
-    """Five partial sums for each program; without `norms`, x is not read and the last three are left out."""
-    from mechanic_plugins import triton_kernels as kernels
-
-    device, xtype, gtype = kind
-    tiles = table.tiled(SUM_BLOCK)
-    programs = min(tiles.count, SUM_PROGRAMS * _processors(device))
-    acc = torch.float64 if xtype == torch.float64 else torch.float32
-    out = torch.empty(programs, 5, dtype=acc, device=device)
-    if programs:
-        kernels.sums_kernel[(programs,)](
-            pointers,
-            tiles.blocks,
-            tiles.firsts,
-            out,
-            tiles.count,
-            xtype=triton_type(xtype),
-            gtype=triton_type(gtype),
-            dtype=triton_type(delta_dtype(xtype)),
-            acc=triton_type(acc),
-            NORMS=norms,
-            ALIGNED=table.is_aligned,
-            SIZE=SUM_BLOCK,
-            num_warps=SUM_WARPS,
-        )
-    return out
-
-
-def collect(
-    out: Tensor,
-    count: Tensor,
-    partial: Tensor,
-    norms: Tensor | None,
-    *,
-    constants: Tensor,
-    maximize: bool,
-) -> None:
-    """Adds partial sums to five of a tuner's, the last three from `norms` where they are known.
-
-    `constants` holds the weight they are counted with, and how many gradients to add to `count`.
-    """
-    from mechanic_plugins import triton_kernels as kernels
-
-    kernels.collect_kernel[(1,)](
-        partial,
-        len(partial),
-        partial if norms is None else norms,
-        0 if norms is None else len(norms),
-        constants,
-        out,
-        count,
-        NORMS_APART=norms is not None,
-        MAXIMIZE=maximize,
-        SIZE=_COLLECT_BLOCK,
-        num_warps=4,
-    )
-
-
-def move(slots: Sequence[Slot], olds: Sequence[Tensor], scales: Tensor, workspace: Workspace) -> None:
-    """From the base's weights to Mechanic's, for slots of one kind."""
-    from mechanic_plugins import triton_kernels as kernels
-
-    x = slots[0].x
-    table = workspace.table(("move", *kind_of(slots[0])[:2]), slots)
-    tiles = table.tiled(MOVE_BLOCK)
-    pointers, _alive = point(table, [slot._replace(grad=None) for slot in slots], olds=olds)
-    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
-    programs = move_programs(tiles, x.device)
-    if programs:
-        kernels.move_kernel[(programs,)](
-            pointers,
-            tiles.blocks,
-            tiles.firsts,
-            tiles.count,
-            scales,
-            xtype=triton_type(x.dtype),
-            dtype=triton_type(delta_dtype(x.dtype)),
-            acc=triton_type(acc),
-            LOW=needs_reference(x.dtype),
-            ALIGNED=table.is_aligned,
-            SIZE=MOVE_BLOCK,
-            num_warps=MOVE_WARPS,
-        )
-        torch.autograd.graph.increment_version([slot.x for slot in slots])
-
-
-def move_programs(tiles: Tiles, device: torch.device) -> int:
-    """How many programs share the blocks of a move."""
-    return min(tiles.count, MOVE_PROGRAMS * _processors(device))
-
-
-_RULES = ("paper", "experiments", "optax", "theory")
-
-
-def advance(
-    state: TunerState,
-    sums: Tensor,
-    counters: Tensor,
-    *,
-    settings: Settings,
-    betas: Tensor,
-    constants: Tensor,
-    hold: bool,
-    in_place: bool,
-) -> tuple[TunerState, Tensor, Tensor]:
-    """`tuner.advance` in one launch, with the decision whether the step is made.
-
-    Args:
-        state: The tuner before the step.
-        sums: Five for each tuner, and the number of gradients.
-        counters: Steps made, and steps skipped.
-        settings: The constants, in the units of delta.
-        betas: `settings.betas` on the device.
-        constants: What `tuner_constants` says, on the device.
-        hold: Leave the tuner as it is.
-        in_place: Write over the state and the counters: what a captured graph needs, which reads them where they were.
-
-    Returns:
-        The next state, the next counters, and for each tuner the scale before and after and whether the step is made.
-    """
-    from mechanic_plugins import triton_kernels as kernels
-
-    tuners, n = state.s.shape
-    width = 6 * n + 3
-    old = packed(state)
-    out = torch.empty(tuners * (width + 3) + 2, dtype=torch.float64, device=sums.device)
-    new, scales, new_counters = torch.split(out, [tuners * width, tuners * 3, 2])
-    kernels.tuner_kernel[(tuners,)](
-        sums,
-        old,
-        new,
-        betas,
-        constants,
-        counters,
-        new_counters,
-        scales,
-        tuners,
-        RULE=_RULES.index(settings.rule),
-        AUTO=settings.s_init == "auto",
-        SMOOTHING=settings.smoothing != 0,
-        CAPPED=settings.max_scale is not None,
-        FROZEN=hold,
-        NUMBERS=triton_power(tuners * 5 + 1),
-        n=n,
-        N=triton_power(n),
-        num_warps=1,
-    )
-    after = unpacked(new.view(tuners, width))
-    if not in_place:
-        return after, new_counters, scales.view(tuners, 3)
-    for theirs, ours in zip((*state, counters), (*after, new_counters), strict=True):
-        theirs.copy_(ours)
-    return state, counters, scales.view(tuners, 3)
-
-
-def tuner_constants(settings: Settings) -> tuple[float, ...]:
-    """s_decay, eps, s_init or its fraction, the cap and the smoothing."""
-    s_init = AUTO_FRACTION if settings.s_init == "auto" else settings.s_init
-    return settings.s_decay, settings.eps, s_init, settings.max_scale or 0.0, settings.smoothing
-
-
-def packed(state: TunerState) -> Tensor:
-    """One row for each tuner."""
-    base = state.s._base
-    if base is not None and state.h._base is base and base.dim() == 1 and state.s.stride(0) == 6 * state.s.shape[1] + 3:
-        return state.s
-    return torch.cat(list(state), dim=1)
-
-
-def unpacked(table: Tensor) -> TunerState:
-    """Views of the rows."""
-    n = (table.shape[1] - 3) // 6
-    return TunerState(*torch.split(table, [n] * 6 + [1] * 3, dim=1))
-
-
-def triton_power(number: int) -> int:
-    """The next power of two: what Triton can hold."""
-    return 1 << max(number - 1, 0).bit_length()
+    return triton_kernels
 
 
 @functools.cache

@@ -6,6 +6,7 @@ decision, the base's step and Mechanic's move.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,17 +15,17 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from mechanic_plugins import bases, fused, multi_tensor
+from mechanic_plugins import bases, gpu_tuner
 from mechanic_plugins.checkpoint import DELTA, REF, Progress
-from mechanic_plugins.passes import Batch, Decision, Entry, Passes
+from mechanic_plugins.multi_tensor import is_capturing
+from mechanic_plugins.passes import Passes
+from mechanic_plugins.pieces import Closure, Decision, Entry, complete
 from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for, refuse_unattached
 from mechanic_plugins.slots import Slot
 from mechanic_plugins.tuner import SUMS, Sums, advance, keep_where
 from mechanic_plugins.wrapper import Group, Wrapper
 
 __all__ = ["MechanicOptimizer"]
-
-Closure = Callable[[], Any]
 
 
 class MechanicOptimizer(Wrapper):
@@ -45,72 +46,64 @@ class MechanicOptimizer(Wrapper):
         """Algorithm 1. A step with a gradient that is not finite, or with none at all, changes nothing."""
         closure, loss = _evaluated(closure)
         self._leave_dry_run()
-        plan = self._passes.plan(tuple(map(id, self._params())))
-        if plan is not None:
-            return self._follow(plan, loss)
-        entries = self._entries()
-        self._fused = self._passes.is_fused(entries)
-        if self._decision is not None:
-            return self._play(entries, self._decision, closure, loss)
-        reduced = self._counting().reduction.start(self._summed(entries))
-        started = self._passes.start(entries, closure)
-        sums = reduced()
-        if self._is_dry_run(sums):
-            return self._make_dry_run(entries)
-        with _tuner_restored_on_error(self._progress):
-            return self._play(entries, self.decide(sums), closure, loss, started)
-
-    def _follow(self, plan: fused.Plan, loss: Any) -> Any:
-        """The same for a fused step whose parameters and state are where they were in the last one."""
-        self._fused = True
-        decision = self._decision
-        with _tuner_restored_on_error(self._progress):
+        progress, params = self._progress, self._params()
+        plan = self._passes.plan(tuple(map(id, params)), lambda: self._entries(progress, params))
+        self._fused = plan.is_fused
+        decision, started = self._decision, []
+        with _tuner_restored_on_error(progress):
             if decision is None:
-                tuner = self._progress.tuner
-                sums = plan.sums(tuners=len(tuner.s), device=tuner.s.device)
-                decision = self.decide(self._counting().reduction.start(sums)())
-            if decision.moves is not False:
-                plan.play(decision.scales(), unit=self._delta_unit())
-        return loss
+                sums = plan.sums(tuners=len(progress.tuner.s), device=progress.tuner.s.device)
+                reduced = self._counting(params).reduction.start(sums)
+                started = plan.start(closure)
+                sums = reduced()
+                if self._is_dry_run(sums):
+                    return self._make_dry_run(params)
+                decision = self._decided(sums, progress)
+            if decision.moves is False:
+                return loss
+            result = plan.play(decision, unit=self._delta_unit(progress), closure=closure, started=started)
+        return result if loss is None else loss
 
     def decide(self, sums: Tensor) -> Decision:
         """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
-        if self._passes.workspace is not None and multi_tensor.can_run(sums.device):
-            return self._decide_on_gpu(sums)
-        moves = self._is_made(sums)
-        before = self._progress.tuner.played[:, 0]
+        return self._decided(sums, self._progress)
+
+    def _decided(self, sums: Tensor, progress: Progress) -> Decision:
+        if self._passes.uses_kernels(sums.device):
+            return self._decided_on_gpu(sums, progress)
+        moves = self._is_made(sums, progress)
+        before = progress.tuner.played[:, 0]
         if moves is not False:
             self._note_lrs()
-            self._advance_tuner(sums, moves)
-        return Decision(moves, before, self._progress.tuner.played[:, 0])
+            self._advance_tuner(sums, moves, progress)
+        return Decision(moves, before, progress.tuner.played[:, 0])
 
-    def _decide_on_gpu(self, sums: Tensor) -> Decision:
+    def _decided_on_gpu(self, sums: Tensor, progress: Progress) -> Decision:
         """The same in one launch."""
-        progress = self._progress
-        hold = not self._resolve_unit() or progress.frozen
-        settings = self._constants()
+        hold = not self._resolve_unit(progress) or progress.frozen
+        settings = self._constants(progress)
         counters = _counters(progress)
-        progress.tuner, counters, scales = multi_tensor.advance(
+        progress.tuner, counters, scales = gpu_tuner.advance(
             progress.tuner,
             sums,
             counters,
             settings=settings,
-            betas=self._on_device(settings.betas),
-            constants=self._on_device(multi_tensor.tuner_constants(settings)),
+            betas=self._on_device(settings.betas, sums.device),
+            constants=self._on_device(gpu_tuner.constants_of(settings), sums.device),
             hold=hold,
-            in_place=fused.is_capturing(sums.device),
+            in_place=is_capturing(sums.device),
         )
         progress.steps, progress.skipped = counters.unbind()
         before, after, made = scales.unbind(1)
         self._note_lrs()
-        return Decision(self._made_known(made[0]), before, after, scales)
+        return Decision(self._made_known(made[0], progress), before, after, scales)
 
-    def _made_known(self, moves: Tensor) -> bool | Tensor:
+    def _made_known(self, moves: Tensor, progress: Progress) -> bool | Tensor:
         """Whether the step is made: for a base that cannot be told on the device, by waiting for it."""
         if moves.device.type != "cpu" and self._decides_on_device():
             return moves
         is_made = bool(moves)
-        if not is_made and self._progress.skipped > 0:
+        if not is_made and progress.skipped > 0:
             self._warn_of_skips()
         return is_made
 
@@ -126,26 +119,13 @@ class MechanicOptimizer(Wrapper):
         finally:
             self._decision = None
 
-    def _play(
-        self,
-        entries: Sequence[Entry],
-        decision: Decision,
-        closure: Closure | None,
-        loss: Any,
-        started: Sequence[Batch] = (),
-    ) -> Any:
-        if decision.moves is False:
-            return loss
-        result = self._passes.play(entries, decision, unit=self._delta_unit(), closure=closure, started=started)
-        return result if loss is None else loss
-
-    def _entries(self) -> list[Entry]:
+    def _entries(self, progress: Progress, params: Sequence[Tensor]) -> list[Entry]:
         """The parameters with a gradient, and those that had one before: their weights still follow the scale."""
-        weights = self._counting().weights if self._decision is None else {}
-        align_gradients(self._params())
+        weights = self._counting(params).weights if self._decision is None else {}
+        align_gradients(params)
         entries = []
         for group in self.param_groups:
-            row = self._row(group)
+            row = self._row(group, progress)
             for p in group["params"]:
                 known = self.state.get(p, {})
                 if p.grad is None and DELTA not in known:
@@ -156,12 +136,11 @@ class MechanicOptimizer(Wrapper):
                 entries.append(Entry(p, group, slot, row, weights.get(id(p), 1.0)))
         return entries
 
-    def _row(self, group: Group) -> int:
+    def _row(self, group: Group, progress: Progress) -> int:
         """Which tuner the group belongs to. An engine may have left only some of the groups here."""
-        return (self._progress.row_of(group) or 0) if self.settings.scope == "group" else 0
+        return (progress.row_of(group) or 0) if self.settings.scope == "group" else 0
 
-    def _counting(self) -> Counting:
-        params = self._params()
+    def _counting(self, params: Sequence[Tensor]) -> Counting:
         key = tuple(map(id, params))
         if self._counted is None or self._counted[0] != key:
             _refuse_mixed_groups(self.param_groups)
@@ -176,28 +155,31 @@ class MechanicOptimizer(Wrapper):
 
     def local_sums(self, parts: Sequence[tuple[Group, Slot]]) -> Tensor:
         """What `decide` wants, of slots that an engine put together, each with its param group and counted once."""
-        return self._summed([Entry(slot.x, group, slot, self._row(group), 1.0) for group, slot in parts])
+        progress = self._progress
+        entries = [Entry(slot.x, group, slot, self._row(group, progress), 1.0) for group, slot in parts]
+        return self._passes.sums(entries, tuners=len(progress.tuner.s), device=progress.tuner.s.device)
 
-    def _summed(self, entries: Sequence[Entry]) -> Tensor:
-        tuner = self._progress.tuner
-        return self._passes.sums(entries, tuners=len(tuner.s), device=tuner.s.device)
-
-    def _is_made(self, vector: Tensor) -> bool | Tensor:
+    def _is_made(self, vector: Tensor, progress: Progress) -> bool | Tensor:
         """Whether the step is made: a bool, or a tensor where the base can be told on the device.
 
         On a GPU with a base that cannot, this waits for the device: the one synchronisation of a step.
         """
+        if vector.device.type == "cpu":
+            *sums, gradients = vector.tolist()
+            is_finite = all(map(math.isfinite, sums))
+            if not is_finite:
+                progress.skipped = progress.skipped + 1
+                self._warn_of_skips()
+            return is_finite and gradients > 0
         finite = vector.isfinite().all()
-        progress = self._progress
         progress.skipped = progress.skipped + ~finite
-        return self._made_known(finite & (vector[-1] > 0))
+        return self._made_known(finite & (vector[-1] > 0), progress)
 
-    def _advance_tuner(self, vector: Tensor, moves: bool | Tensor) -> None:
-        progress = self._progress
+    def _advance_tuner(self, vector: Tensor, moves: bool | Tensor, progress: Progress) -> None:
         progress.steps = progress.steps + moves
-        if self._resolve_unit() and not progress.frozen:
-            sums, settings = Sums.of(vector[:-1].view(-1, len(SUMS))), self._constants()
-            new = advance(progress.tuner, sums, settings=settings, betas=self._on_device(settings.betas))
+        if self._resolve_unit(progress) and not progress.frozen:
+            sums, settings = Sums.of(vector[:-1].view(-1, len(SUMS))), self._constants(progress)
+            new = advance(progress.tuner, sums, settings=settings, betas=self._on_device(settings.betas, vector.device))
             progress.tuner = keep_where(moves, new, progress.tuner) if isinstance(moves, Tensor) else new
 
     # ---------------------------------------------------------------- the dry run of torch.distributed.checkpoint
@@ -212,10 +194,11 @@ class MechanicOptimizer(Wrapper):
         lrs = [group["lr"] for group in self.param_groups if group.get("lr") is not None]
         return bool(lrs) and all(float(lr) == 0 for lr in lrs)
 
-    def _make_dry_run(self, entries: Sequence[Entry]) -> None:
+    def _make_dry_run(self, params: Sequence[Tensor]) -> None:
         self.base.step()
-        for entry in entries:
-            self._passes.completed(entry, entry.slot.x)
+        for p in params:
+            if p.grad is not None:
+                complete(self.base, p, local(p))
         self._dry_state = self.state
 
     def _leave_dry_run(self) -> None:

@@ -1,71 +1,32 @@
-"""A step's passes over memory: the sums, and the base's step with Mechanic's move behind it.
+"""Which way a step goes over memory: in one pass where the base is known and on a GPU, else around the base.
 
-Two paths lead to the same weights. Around any base: a snapshot of the weights, the base's own step, and the move, in
-chunks of parameters where the base treats them one by one. Fused, where the base is known and on a GPU: all in one
-pass without a snapshot.
+Both ways lead to the same weights, and a run may change between them at any step.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from mechanic_plugins import bases, fused, kernels, multi_tensor
-from mechanic_plugins.checkpoint import DELTA, REF
-from mechanic_plugins.sharding import local
-from mechanic_plugins.slots import Slot, delta_dtype, needs_reference
-from mechanic_plugins.tuner import SUMS
+from mechanic_plugins import fused, multi_tensor
+from mechanic_plugins.any_base import AnyBasePlan
+from mechanic_plugins.fused import FusedPiece, FusedPlan
+from mechanic_plugins.kernels import Tensors
+from mechanic_plugins.multi_tensor import Rows, Table
+from mechanic_plugins.pieces import Closure, Decision, Entry, Piece, Plan, complete
+from mechanic_plugins.sharding import is_dtensor
+from mechanic_plugins.slots import Slot
 
-__all__ = ["Backend", "Batch", "Decision", "Entry", "Passes", "check_backend", "zeros_like"]
+__all__ = ["Backend", "Passes", "check_backend"]
 
 Backend = Literal["auto", "fused", "triton", "foreach"]
-Closure = Callable[[], Any]
-Group = dict[str, Any]
 
-SNAPSHOT_BYTES = 256 * 2**20
-"""The most that a snapshot holds at once, if no single parameter is larger."""
-_KEPT_PLANS = 64
-
-
-class Entry(NamedTuple):
-    """A parameter that takes part in a step: its param group, local tensors, tuner, and weight in the sums."""
-
-    param: Tensor
-    group: Group
-    slot: Slot
-    row: int
-    weight: float
-
-
-class Decision(NamedTuple):
-    """What a step will do: whether it is made, and for each tuner the scale that was and will be played."""
-
-    moves: bool | Tensor
-    before: Tensor
-    after: Tensor
-    packed: Tensor | None = None
-
-    def scales(self) -> Tensor:
-        """Before, after and whether the step is made, for each tuner."""
-        if self.packed is not None:
-            return self.packed
-        made = torch.as_tensor(self.moves, dtype=self.before.dtype, device=self.before.device)
-        return torch.stack([self.before, self.after, made.expand_as(self.before)], dim=1)
-
-
-class Batch(NamedTuple):
-    """Entries that move together (one tuner, device and dtype), and their weights from before the base's step."""
-
-    entries: list[Entry]
-    row: int
-    olds: list[Tensor]
+_KEPT = 64
 
 
 def check_backend(backend: str) -> None:
@@ -81,67 +42,51 @@ class Passes:
     def __init__(self, base: Optimizer, backend: Backend) -> None:
         self.base = base
         self.backend = backend
-        self.workspace = None if backend == "foreach" else multi_tensor.Workspace()
-        self._plans: OrderedDict[tuple[int, ...], fused.Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, ...], Plan] = OrderedDict()
+        self._tables: OrderedDict[Hashable, Table] = OrderedDict()
 
-    # ---------------------------------------------------------------- the sums
+    def uses_kernels(self, device: torch.device) -> bool:
+        """Whether what is on this device is left to Triton."""
+        return self.backend != "foreach" and multi_tensor.can_run(device)
 
-    def sums(self, entries: Sequence[Entry], *, tuners: int, device: torch.device) -> Tensor:
-        """Five sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up."""
-        buckets = defaultdict(list)
+    def plan(self, key: tuple[int, ...], entries: Callable[[], Sequence[Entry]]) -> Plan:
+        """What an earlier step has set up for the parameters with these ids, where it still fits; else a new plan."""
+        plan = self._plans.get(key)
+        if plan is not None and plan.is_current():
+            return plan
+        return self._new_plan(key, entries())
+
+    def _new_plan(self, key: tuple[int, ...], entries: Sequence[Entry]) -> Plan:
+        kinds = _in_kinds(entries, self._kind)
+        pieces = [Piece(self.base, part, by_kernels=kind[0]) for kind, part in kinds.items()]
+        pointed = all(piece.point() for piece in pieces)
+        assert pointed
+        if self._can_fuse(entries):
+            return _Fusing(self.base, entries, pieces, lambda: self._keep(key, self._fused_plan(entries)))
+        return self._keep(key, AnyBasePlan(self.base, entries, pieces))
+
+    def _fused_plan(self, entries: Sequence[Entry]) -> Plan:
+        fused.prepare(self.base, [entry.param for entry in entries if entry.slot.grad is not None])
         for entry in entries:
-            buckets[entry.row, entry.weight, bool(entry.group.get("maximize"))].append(entry.slot)
-        table = torch.zeros(tuners, len(SUMS), dtype=torch.float64, device=device)
-        for (row, weight, maximize), slots in buckets.items():
-            part = kernels.local_sums(slots, maximize=maximize, device=device, workspace=self.workspace)
-            table[row].add_(part, alpha=weight)
-        gradients = sum(entry.slot.grad is not None for entry in entries)
-        return torch.cat([table.flatten(), table.new_full((1,), gradients)])
+            complete(self.base, entry.param, entry.slot.x)
+        kinds = _in_kinds(entries, multi_tensor.kind_of).values()
+        return FusedPlan(self.base, entries, [FusedPiece(self.base, part, by_kernels=True) for part in kinds])
 
-    # ---------------------------------------------------------------- the step
+    def _keep(self, key: tuple[int, ...], plan: Plan) -> Plan:
+        _remember(self._plans, key, plan)
+        return plan
 
-    def start(self, entries: Sequence[Entry], closure: Closure | None) -> list[Batch]:
-        """What of `play` needs no decision, to be done while the sums travel: the first chunk's snapshot."""
-        if self.is_fused(entries):
-            return []
-        return _snapshots(next(self._chunks(entries, closure)))
+    def _kind(self, slot: Slot) -> tuple[Any, ...]:
+        """Whether kernels can walk it, and what else slots that share launches have in common."""
+        by_kernels = slot.is_complete() and self.backend != "foreach" and multi_tensor.fits(slot)
+        return (True, *multi_tensor.kind_of(slot)) if by_kernels else (False, slot.x.device, slot.x.dtype)
 
-    def play(
-        self,
-        entries: Sequence[Entry],
-        decision: Decision,
-        *,
-        unit: float,
-        closure: Closure | None,
-        started: Sequence[Batch] = (),
-    ) -> Any:
-        """Steps the base at lr / unit and moves the weights as decided; returns what the base returned."""
-        if self.is_fused(entries):
-            self._start_plan(entries).play(decision.scales(), unit=unit)
-            return None
-        result = None
-        for chunk in self._chunks(entries, closure):
-            batches, started = started or _snapshots(chunk), ()
-            with _restored_on_error(batches):
-                with _only(chunk, self.base, of=entries), _at_unit_lr(self.base, unit), _skipping(self.base, decision):
-                    result = self.base.step() if closure is None else self.base.step(closure)
-                for batch in batches:
-                    self._move(batch, decision)
-        return result
-
-    def _move(self, batch: Batch, decision: Decision) -> None:
-        slots = [self.completed(e, old) for e, old in zip(batch.entries, batch.olds, strict=True)]
-        device = slots[0].x.device
-        before, after = (t[batch.row].to(device, non_blocking=True) for t in (decision.before, decision.after))
-        kernels.move(slots, batch.olds, before=before, after=after, workspace=self.workspace)
-
-    def is_fused(self, entries: Sequence[Entry]) -> bool:
-        """Whether this step is made in one pass."""
+    def _can_fuse(self, entries: Sequence[Entry]) -> bool:
+        """Whether this step can be made in one pass."""
         if self.backend in ("foreach", "triton") or not entries:
             return False
         possible = fused.can_fuse(self.base) and all(
-            multi_tensor.can_run(e.slot.x.device) and e.slot.x.dtype in fused.DTYPES and multi_tensor.is_plain(e.slot)
-            for e in entries
+            e.slot.x.dtype in fused.DTYPES and multi_tensor.fits(e.slot) for e in entries
         )
         if self.backend == "fused" and not possible:
             raise ValueError(
@@ -151,132 +96,56 @@ class Passes:
             )
         return possible
 
-    def plan(self, key: tuple[int, ...]) -> fused.Plan | None:
-        """The fused pass over the parameters with these ids, where an earlier step has set it up and it still fits."""
-        plan = self._plans.get(key)
-        return plan if plan is not None and plan.is_current(key) else None
+    def sums(self, entries: Sequence[Entry], *, tuners: int, device: torch.device) -> Tensor:
+        """The sums of slots that an engine put together, which may be others in every step: see `Plan.sums`."""
+        out = torch.zeros(5 * tuners + 1, dtype=torch.float64, device=device)
+        for kind, part in _in_kinds(entries, self._kind).items():
+            slots, entry = [e.slot for e in part], part[0]
+            rows = Rows(slots, table=self._table(slots)) if kind[0] else Tensors(slots)
+            xs, grads = [slot.x for slot in slots], [slot.grad for slot in slots]
+            pointed = rows.point(xs, grads)
+            assert pointed
+            maximize = bool(entry.group.get("maximize"))
+            rows.add_sums(xs, grads, out, row=entry.row, weight=entry.weight, maximize=maximize)
+        return out
 
-    def _start_plan(self, entries: Sequence[Entry]) -> fused.Plan:
-        fused.prepare(self.base, [entry.param for entry in entries if entry.slot.grad is not None])
-        for entry in entries:
-            self.completed(entry, entry.slot.x)
-        key = tuple(id(p) for group in self.base.param_groups for p in group["params"])
-        plan = fused.Plan.of(self.base, key, [(e.param, e.group, e.row, e.weight) for e in entries])
-        assert plan.is_current(key)
-        self._plans[key] = plan
-        if len(self._plans) > _KEPT_PLANS:
-            self._plans.popitem(last=False)
-        return plan
-
-    def completed(self, entry: Entry, old: Tensor) -> Slot:
-        """The slot with a delta. Never before the base has its state: bases take an empty one for a new parameter."""
-        slot, p = entry.slot, entry.param
-        if slot.delta is None:
-            delta = self.base.state[p][DELTA] = zeros_like(p)
-            slot = slot._replace(delta=local(delta))
-        if slot.ref is None and needs_reference(p.dtype):
-            ref = self.base.state[p][REF] = torch.empty_like(p, requires_grad=False)
-            slot = slot._replace(ref=local(ref).copy_(old))
-        return slot
-
-    def _chunks(self, entries: Sequence[Entry], closure: Closure | None) -> Iterator[Sequence[Entry]]:
-        """All at once, or so that a snapshot stays small where the base treats its parameters one by one.
-
-        An error in a later chunk leaves the earlier ones a step ahead; no weight is ever left half way.
-        """
-        if closure is not None or not bases.steps_parameters_independently(self.base) or _has_step_hooks(self.base):
-            yield entries
-            return
-        chunk: list[Entry] = []
-        size = 0
-        for entry in entries:
-            own = entry.slot.x.numel() * entry.slot.x.element_size()
-            if chunk and size + own > SNAPSHOT_BYTES:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(entry)
-            size += own
-        yield chunk
+    def _table(self, slots: Sequence[Slot]) -> Table:
+        key = multi_tensor.kind_of(slots[0]), tuple(slot.x.numel() for slot in slots)
+        if key not in self._tables:
+            _remember(self._tables, key, Table(slots[0].x.device, key[1]))
+        return self._tables[key]
 
 
-def zeros_like(p: Tensor) -> Tensor:
-    """A new delta, of the parameter's own tensor type."""
-    return torch.zeros_like(p, dtype=delta_dtype(p.dtype), requires_grad=False)
+def _in_kinds(
+    entries: Sequence[Entry], kind_of: Callable[[Slot], tuple[Any, ...]]
+) -> dict[tuple[Any, ...], list[Entry]]:
+    """Entries that one piece can hold, together."""
+    kinds: defaultdict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    for e in entries:
+        kind = (*kind_of(e.slot), id(e.group), e.row, e.weight, is_dtensor(e.param))
+        kinds[kind].append(e)
+    return kinds
 
 
-def _snapshots(entries: Sequence[Entry]) -> list[Batch]:
-    kinds = defaultdict(list)
-    for entry in entries:
-        kinds[entry.row, entry.slot.x.device, entry.slot.x.dtype].append(entry)
-    return [Batch(part, row, _clones([e.slot.x.detach() for e in part])) for (row, *_), part in kinds.items()]
+def _remember(kept: OrderedDict[Any, Any], key: Hashable, value: object) -> None:
+    kept[key] = value
+    if len(kept) > _KEPT:
+        kept.popitem(last=False)
 
 
-def _clones(tensors: list[Tensor]) -> list[Tensor]:
-    copies = [torch.empty_like(t) for t in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies
+class _Fusing(Plan):
+    """The first step of a fused plan: the sums are of what is there; the base's state is made when the step is."""
 
+    is_fused = True
 
-@contextmanager
-def _restored_on_error(batches: Sequence[Batch]) -> Iterator[None]:
-    """Nobody is left with weights half way between the base's and ours: out of memory, Ctrl-C."""
-    try:
-        yield
-    except BaseException:
-        for batch in batches:
-            kernels.restore([e.slot for e in batch.entries], batch.olds)
-        raise
+    def __init__(
+        self, base: Optimizer, entries: Sequence[Entry], pieces: Sequence[Piece], fuse: Callable[[], Plan]
+    ) -> None:
+        super().__init__(base, entries, pieces)
+        self._fuse = fuse
 
-
-@contextmanager
-def _only(chunk: Sequence[Entry], base: Optimizer, *, of: Sequence[Entry]) -> Iterator[None]:
-    """Hides all other parameters from the base."""
-    if len(chunk) == len(of):
-        yield
-        return
-    params = [group["params"] for group in base.param_groups]
-    shown = defaultdict(list)
-    for entry in chunk:
-        shown[id(entry.group)].append(entry.param)
-    try:
-        for group in base.param_groups:
-            group["params"] = shown.get(id(group), [])
-        yield
-    finally:
-        for group, all_of_them in zip(base.param_groups, params, strict=True):
-            group["params"] = all_of_them
-
-
-@contextmanager
-def _at_unit_lr(base: Optimizer, unit: float) -> Iterator[None]:
-    """Steps the base at lr / unit: its update is then of order 1 and keeps its digits when read off the weights."""
-    if unit == 1.0:
-        yield
-        return
-    lrs = [group["lr"] for group in base.param_groups]
-    try:
-        for group, lr in zip(base.param_groups, lrs, strict=True):
-            group["lr"] = lr / unit
-        yield
-    finally:
-        for group, lr in zip(base.param_groups, lrs, strict=True):
-            group["lr"] = lr
-
-
-@contextmanager
-def _skipping(base: Any, decision: Decision) -> Iterator[None]:
-    """Tells a fused base, on the device, whether to leave this step out."""
-    if isinstance(decision.moves, bool):
-        yield
-        return
-    base.found_inf = decision.moves.logical_not().to(torch.float32)
-    try:
-        yield
-    finally:
-        del base.found_inf
-
-
-def _has_step_hooks(base: Optimizer) -> bool:
-    """Hooks see a step once: such a base is not stepped in chunks."""
-    own = base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    def play(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
+        plan = self._fuse()
+        pointed = plan.is_current()
+        assert pointed
+        return plan.play(decision, unit=unit, closure=closure, started=started)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Slot", "delta_dtype", "needs_reference"]
+__all__ = ["Part", "Slot", "delta_dtype", "needs_reference"]
 
 
 class Slot(NamedTuple):
@@ -21,6 +21,17 @@ class Slot(NamedTuple):
     grad: Tensor | None
     delta: Tensor | None
     ref: Tensor | None
+
+    def is_complete(self) -> bool:
+        """Whether it has all that a step needs."""
+        return self.delta is not None and (self.ref is not None or not needs_reference(self.x.dtype))
+
+
+class Part(NamedTuple):
+    """Some of a list's slots, one after the other: those from `first` to before `last`."""
+
+    first: int
+    last: int
 
 
 def needs_reference(dtype: torch.dtype) -> bool:

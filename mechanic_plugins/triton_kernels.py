@@ -5,7 +5,7 @@ blocks says which tensor each program works on, `firsts` which block is a tensor
 `mechanic_plugins.multi_tensor`.
 
 Columns: the weights x, the gradient (0: there is none), delta, the reference (low-precision weights only), two moments
-and the step count of the base, the weights before the base's step, and the number of elements.
+and the step count of the base, the tensor's place in a snapshot of them all (in elements), and the number of elements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-X, GRAD, DELTA, REF, MOMENT1, MOMENT2, STEP, OLD, NUMEL, COLUMNS = range(10)
+X, GRAD, DELTA, REF, MOMENT1, MOMENT2, STEP, PLACE, NUMEL, COLUMNS = range(10)
 
 _X = tl.constexpr(X)
 _GRAD = tl.constexpr(GRAD)
@@ -22,7 +22,7 @@ _REF = tl.constexpr(REF)
 _MOMENT1 = tl.constexpr(MOMENT1)
 _MOMENT2 = tl.constexpr(MOMENT2)
 _STEP = tl.constexpr(STEP)
-_OLD = tl.constexpr(OLD)
+_PLACE = tl.constexpr(PLACE)
 _NUMEL = tl.constexpr(NUMEL)
 _COLUMNS = tl.constexpr(COLUMNS)
 
@@ -39,12 +39,16 @@ def _pointer(row, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constex
 
 
 @triton.jit
-def _place(table, blocks, firsts, block, SIZE: tl.constexpr):
-    """The table's row of a block's tensor, and the elements the block covers."""
+def _place(table, blocks, firsts, block, ALIGNED: tl.constexpr, SIZE: tl.constexpr):
+    """The table's row of a block's tensor, the elements that the block covers, and which of them there are."""
     index = tl.load(blocks + block)
     row = table + index.to(tl.int64) * _COLUMNS
     offset = (block - tl.load(firsts + index)) * SIZE
-    return row, offset + tl.arange(0, SIZE), tl.load(row + _NUMEL)
+    numel = tl.load(row + _NUMEL)
+    if ALIGNED:  # or else the mask has Triton read every element by itself
+        numel = tl.multiple_of(numel, 16)
+    at = offset + tl.arange(0, SIZE)
+    return row, at, at < numel
 
 
 @triton.jit
@@ -60,8 +64,7 @@ def sums_kernel(
     dx = tl.zeros([SIZE], acc)
     dd = tl.zeros([SIZE], acc)
     for block in range(program, count, tl.num_programs(0)):
-        row, at, numel = _place(table, blocks, firsts, block, SIZE)
-        mask = at < numel
+        row, at, mask = _place(table, blocks, firsts, block, ALIGNED, SIZE)
         has_gradient = tl.load(row + _GRAD) != 0
         d = tl.load(_pointer(row, _DELTA, dtype, ALIGNED) + at, mask, 0.0).to(acc)
         g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, mask & has_gradient, 0.0).to(acc)
@@ -82,39 +85,74 @@ def sums_kernel(
 
 
 @triton.jit
-def _played(row, at, mask, x, d, u, before, after, xtype: tl.constexpr, LOW: tl.constexpr, ALIGNED: tl.constexpr):
-    """The next weights. Low-precision ones are the rounding of ref + scale * delta; the rest move by differences."""
-    if LOW:
-        pointer = _pointer(row, _REF, xtype, ALIGNED) + at
-        ref = tl.load(pointer, mask, 0.0).to(tl.float32)
-        moved_outside = x != (ref + before * d).to(xtype).to(tl.float32)
-        ref = tl.where(moved_outside, x - before * d, ref).to(xtype).to(tl.float32)
-        tl.store(pointer, ref.to(xtype), mask)
-        played = ref + after * (d + u)
-    else:
-        played = x + ((after - before) * d + after * u)
-    return played
+def _old(snapshot, row, at, first):
+    """Where a snapshot that begins with the element `first` holds these."""
+    return snapshot + tl.multiple_of(tl.load(row + _PLACE) - first, 16) + at
+
+
+@triton.jit
+def snapshot_kernel(
+    table, blocks, firsts, first_block, last_block, snapshot, first, xtype: tl.constexpr,
+    ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Copies the weights of some tensors of a list, end to end."""
+    for block in range(first_block + tl.program_id(0), last_block, tl.num_programs(0)):
+        row, at, mask = _place(table, blocks, firsts, block, ALIGNED, SIZE)
+        x = tl.load(_pointer(row, _X, xtype, ALIGNED) + at, mask)
+        tl.store(_old(snapshot, row, at, first), x, mask)
+
+
+@triton.jit
+def _rounded(row, at, mask, x, d, u, before, after, xtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Low-precision weights: the rounding of ref + scale * delta, where ref follows what somebody else has moved."""
+    pointer = _pointer(row, _REF, xtype, ALIGNED) + at
+    ref = tl.load(pointer, mask, 0.0).to(tl.float32)
+    moved_outside = x != (ref + before * d).to(xtype).to(tl.float32)
+    ref = tl.where(moved_outside, x - before * d, ref).to(xtype).to(tl.float32)
+    tl.store(pointer, ref.to(xtype), mask)
+    return (ref + after * (d + u)).to(xtype)
+
+
+@triton.jit
+def _store_norms(norms, xx, dx, dd):
+    norms += tl.program_id(0) * 3
+    tl.store(norms + 0, tl.sum(xx))
+    tl.store(norms + 1, tl.sum(dx))
+    tl.store(norms + 2, tl.sum(dd))
 
 
 @triton.jit
 def move_kernel(
-    table, blocks, firsts, count, scales, xtype: tl.constexpr, dtype: tl.constexpr, acc: tl.constexpr,
+    table, blocks, firsts, first_block, last_block, snapshot, first, scales, norms,
+    xtype: tl.constexpr, dtype: tl.constexpr, acc: tl.constexpr,
     LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """After any base's step: from its weights to Mechanic's."""
+    """After any base's step: from its weights to Mechanic's, for the tensors that the snapshot holds."""
     before = tl.load(scales + 0).to(acc)
+    step = (tl.load(scales + 1) - tl.load(scales + 0)).to(acc)
     after = tl.load(scales + 1).to(acc)
-    for block in range(tl.program_id(0), count, tl.num_programs(0)):
-        row, at, numel = _place(table, blocks, firsts, block, SIZE)
-        mask = at < numel
+    xx = tl.zeros([SIZE], acc)
+    dx = tl.zeros([SIZE], acc)
+    dd = tl.zeros([SIZE], acc)
+    for block in range(first_block + tl.program_id(0), last_block, tl.num_programs(0)):
+        row, at, mask = _place(table, blocks, firsts, block, ALIGNED, SIZE)
         place = _pointer(row, _X, xtype, ALIGNED) + at
-        old = tl.load(_pointer(row, _OLD, xtype, ALIGNED) + at, mask, 0.0).to(acc)
+        old = tl.load(_old(snapshot, row, at, first), mask, 0.0).to(acc)
         u = tl.load(place, mask, 0.0).to(acc) - old
         delta = _pointer(row, _DELTA, dtype, ALIGNED) + at
         d = tl.load(delta, mask, 0.0).to(acc)
-        x = _played(row, at, mask, old, d, u, before, after, xtype, LOW, ALIGNED)
-        tl.store(place, x.to(xtype), mask)
-        tl.store(delta, d + u, mask)
+        if LOW:
+            played = _rounded(row, at, mask, old, d, u, before, after, xtype, ALIGNED)
+        else:
+            played = (old + (step * d + after * u)).to(xtype)
+        d += u
+        tl.store(place, played, mask)
+        tl.store(delta, d, mask)
+        x = played.to(acc)
+        xx += x * x
+        dx += d * x
+        dd += d * d
+    _store_norms(norms, xx, dx, dd)
 
 
 @triton.jit
@@ -225,23 +263,17 @@ def _lion(row, at, mask, x, g, lr, wd, beta1, beta2, mtype: tl.constexpr, ALIGNE
 
 
 @triton.jit
-def _store_norms(norms, xx, dx, dd):
-    norms += tl.program_id(0) * 3
-    tl.store(norms + 0, tl.sum(xx))
-    tl.store(norms + 1, tl.sum(dx))
-    tl.store(norms + 2, tl.sum(dd))
-
-
-@triton.jit
 def fused_kernel(
     table, blocks, firsts, count, scales, norms, corrections, lr, lr_factor, wd, a, b, c, LR_IS_TENSOR: tl.constexpr,
     KIND: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
     xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr,
     LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The base's update and Mechanic's move in one pass. a, b and c are the base's own constants."""
-    if tl.load(scales + 2) == 0:  # a gradient somewhere is not finite: nothing is touched
-        return
+    """The base's update and Mechanic's move in one pass. a, b and c are the base's own constants.
+
+    Where the step is not made (a gradient somewhere is not finite) nothing is written but the norms.
+    """
+    is_made = tl.load(scales + 2).to(tl.int32) != 0
     before = tl.load(scales + 0).to(tl.float32)
     step = (tl.load(scales + 1) - tl.load(scales + 0)).to(tl.float32)
     after = tl.load(scales + 1).to(tl.float32)
@@ -251,14 +283,13 @@ def fused_kernel(
     dx = tl.zeros([SIZE], tl.float32)
     dd = tl.zeros([SIZE], tl.float32)
     for block in range(tl.program_id(0), count, tl.num_programs(0)):
-        row, at, numel = _place(table, blocks, firsts, block, SIZE)
-        mask = at < numel
+        row, at, mask = _place(table, blocks, firsts, block, ALIGNED, SIZE)
         place = _pointer(row, _X, xtype, ALIGNED) + at
         delta = _pointer(row, _DELTA, tl.float32, ALIGNED) + at
         x = tl.load(place, mask, 0.0).to(tl.float32)
         d = tl.load(delta, mask, 0.0)
-        has_gradient = tl.load(row + _GRAD) != 0
-        used = mask & has_gradient
+        moved = mask & is_made
+        used = moved & (tl.load(row + _GRAD) != 0)
         g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, used, 0.0).to(tl.float32)
         if MAXIMIZE:
             g = -g
@@ -273,13 +304,13 @@ def fused_kernel(
             u = _lion(row, at, used, x, g, lr, wd, a, b, mtype, ALIGNED)
         u = tl.where(used, u, 0.0)
         if LOW:
-            played = _played(row, at, mask, x, d, u, before, after, xtype, LOW, ALIGNED).to(xtype)
+            played = _rounded(row, at, moved, x, d, u, before, after, xtype, ALIGNED)
         else:
             played = x + (step * d + after * u)
         d += u
-        tl.store(place, played, mask)
-        tl.store(delta, d, mask)
-        x = played.to(tl.float32)
+        tl.store(place, played, moved)
+        tl.store(delta, d, moved)
+        x = tl.where(moved, played.to(tl.float32), x)
         xx += x * x
         dx += d * x
         dd += d * d

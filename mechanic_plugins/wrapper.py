@@ -8,6 +8,7 @@ checkpoint code find what they expect.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ from typing_extensions import Self
 
 from mechanic_plugins import bases, checkpoint
 from mechanic_plugins.checkpoint import DELTA, PREFIX, Progress
-from mechanic_plugins.passes import Backend, check_backend, zeros_like
+from mechanic_plugins.passes import Backend, check_backend
+from mechanic_plugins.pieces import zeros_like
 from mechanic_plugins.settings import Settings
 from mechanic_plugins.sharding import local
 
@@ -242,27 +244,24 @@ class Wrapper(Optimizer):
 
     # ---------------------------------------------------------------- units
 
-    def _resolve_unit(self) -> bool:
+    def _resolve_unit(self, progress: Progress) -> bool:
         """Fixes the learning rate that delta is measured in, at the first step that has one above 0."""
-        progress = self._progress
         if progress.unit == 0:
             progress.unit = max(map(_peak_lr, self.param_groups)) if self.settings.normalize_lr else 1.0
         return progress.unit > 0
 
-    def _delta_unit(self) -> float:
+    def _delta_unit(self, progress: Progress | None = None) -> float:
         """What one unit of delta is worth in the base's own updates."""
-        return (self._progress.unit or 1.0) if bases.is_linear_in_lr(self.base) else 1.0
+        unit = (progress or self._progress).unit
+        return (unit or 1.0) if bases.is_linear_in_lr(self.base) else 1.0
 
-    def _constants(self) -> Settings:
+    def _constants(self, progress: Progress) -> Settings:
         """The settings, which are stated for a base lr of 1, in the units of delta."""
-        settings, unit = self.settings, self._delta_unit()
-        if unit != self._progress.unit:
-            settings = settings.at_lr(self._progress.unit)
-        return settings if settings.max_scale is None else replace(settings, max_scale=settings.max_scale * unit)
+        return _at_unit(self.settings, progress.unit or 1.0, self._delta_unit(progress))
 
-    def _on_device(self, numbers: Sequence[float]) -> Tensor:
-        """Constants beside the tuner, copied there once."""
-        key = tuple(numbers), self._progress.tuner.s.device
+    def _on_device(self, numbers: Sequence[float], device: torch.device) -> Tensor:
+        """Constants, copied there once."""
+        key = tuple(numbers), device
         if key not in self._numbers:
             self._numbers[key] = torch.tensor(key[0], dtype=torch.float64, device=key[1])
         return self._numbers[key]
@@ -346,6 +345,13 @@ class Wrapper(Optimizer):
             shown = sorted(k for k in group if k != "params" and not k.startswith(PREFIX))
             lines += [f"    {key}: {group[key]}" for key in shown]
         return "\n".join([*lines, f"{self.settings}", ")"])
+
+
+@functools.lru_cache(maxsize=64)
+def _at_unit(settings: Settings, unit: float, delta_unit: float) -> Settings:
+    if delta_unit != unit:
+        settings = settings.at_lr(unit)
+    return settings if settings.max_scale is None else replace(settings, max_scale=settings.max_scale * delta_unit)
 
 
 def _peak_lr(group: Group) -> float:

@@ -85,7 +85,7 @@ def test_sharded_equals_alone(
 
 def train_broken(rank: int, name: str, how: str) -> dict[str, Any]:
     run = Run.start(name, even=name == "tp")
-    right = run.optimizer._counting()
+    right = run.optimizer._counting(run.optimizer._params())
     reduction = Identity() if how == "no reduction" else right.reduction
     wrong = Counting(reduction, dict.fromkeys(right.weights, 1.0))
     run.optimizer.count = lambda params: wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mechanic_plugins import kernels, mechanize, multi_tensor
+from mechanic_plugins import any_base, gpu_tuner, mechanize
+from mechanic_plugins.checkpoint import DELTA
+from mechanic_plugins.kernels import Tensors
 from mechanic_plugins.lion import Lion
+from mechanic_plugins.multi_tensor import Rows, kind_of
 from mechanic_plugins.settings import Settings
-from mechanic_plugins.slots import Slot, needs_reference
+from mechanic_plugins.slots import Part, Slot, needs_reference
 from mechanic_plugins.tuner import Sums, advance, fresh
 
 CPU = torch.device("cpu")
@@ -35,13 +39,35 @@ def make_slots(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> 
     return slots
 
 
+def xs_of(slots: list[Slot]) -> list[torch.Tensor]:
+    return [slot.x for slot in slots]
+
+
+def grads_of(slots: list[Slot]) -> list[torch.Tensor | None]:
+    return [slot.grad for slot in slots]
+
+
+def pointed(rows: Rows, slots: list[Slot]) -> Rows:
+    assert rows.point(xs_of(slots), grads_of(slots))
+    return rows
+
+
+def summed(rows: Rows | Tensors, slots: list[Slot], *, maximize: bool = False) -> torch.Tensor:
+    out = torch.zeros(11, dtype=torch.float64)
+    rows.add_sums(xs_of(slots), grads_of(slots), out, row=1, weight=0.5, maximize=maximize)
+    assert not out[:5].any()
+    return out[5:]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_sums_equal_torchs(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("maximize", [False, True])
+def test_sums_equal_torchs(dtype: torch.dtype, maximize: bool) -> None:
     slots = make_slots(SHAPES, dtype, 0)
-    plain = kernels.local_sums(slots, maximize=True, device=CPU)
-    kernel = kernels.local_sums(slots, maximize=True, device=CPU, workspace=multi_tensor.Workspace())
+    plain = summed(Tensors(slots), slots, maximize=maximize)
+    kernel = summed(pointed(Rows(slots), slots), slots, maximize=maximize)
     eps = EPS[torch.float64 if dtype == torch.float64 else torch.float32]
     assert ((plain - kernel).abs() <= 30 * eps * plain.abs().max()).all()
+    assert plain[5] == kernel[5] == len(SHAPES) - 1
 
 
 @given(
@@ -51,26 +77,65 @@ def test_sums_equal_torchs(dtype: torch.dtype) -> None:
 @settings(max_examples=8, deadline=None)
 def test_sums_over_random_shapes(shapes: list[tuple[int, ...]], seed: int) -> None:
     slots = make_slots(shapes, torch.float32, seed)
-    plain = kernels.local_sums(slots, maximize=False, device=CPU)
-    kernel = kernels.local_sums(slots, maximize=False, device=CPU, workspace=multi_tensor.Workspace())
+    plain, kernel = summed(Tensors(slots), slots), summed(pointed(Rows(slots), slots), slots)
     assert ((plain - kernel).abs() <= 30 * EPS[torch.float32] * plain.abs().max().clamp(min=1e-30)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_move_equals_torchs(dtype: torch.dtype) -> None:
+    """In two parts, each with its own snapshot; what the sums then take from the move is what they would read."""
     slots = make_slots(SHAPES, dtype, 1)
-    olds = [slot.x.clone() for slot in slots]
-    for slot in slots:
-        slot.x.add_(0.5)
     twins = copy.deepcopy(slots)
-    scales = {"before": torch.tensor(0.1, dtype=torch.float64), "after": torch.tensor(0.13, dtype=torch.float64)}
-    kernels.move(slots, olds, **scales)
-    kernels.move(twins, olds, **scales, workspace=multi_tensor.Workspace())
+    scales = torch.tensor([0.1, 0.13, 1.0], dtype=torch.float64)
+    plain, kernel = Tensors(slots), pointed(Rows(twins), twins)
+    parts = [Part(0, 2), Part(2, len(SHAPES))]
+    kernel.begin(parts)
+    for rows, each in ((plain, slots), (kernel, twins)):
+        for part in parts:
+            xs = xs_of(each)[part.first : part.last]
+            snapshot = rows.snapshot(part, xs)
+            for x in xs:
+                x.add_(0.5)
+            rows.move(part, xs, snapshot, scales)
+        rows.moved(xs_of(each))
     for slot, twin in zip(slots, twins, strict=True):
         # one rounding apart: the kernel multiplies and adds at once, and the interpreter cuts bf16 off where GPUs round
         tolerance = 4 * EPS[dtype] * (1 + slot.x.double().abs())
         assert ((slot.x.double() - twin.x.double()).abs() <= tolerance).all()
         assert torch.equal(slot.delta, twin.delta)  # type: ignore[arg-type]
+    left, read = summed(pointed(kernel, twins), twins), summed(pointed(Rows(twins), twins), twins)
+    assert ((left - read).abs() <= 30 * EPS[torch.float32] * read.abs().max()).all()
+
+
+def test_the_snapshot_brings_the_weights_back() -> None:
+    slots = make_slots(SHAPES, torch.float32, 2)
+    before = copy.deepcopy(xs_of(slots))
+    rows, part = pointed(Rows(slots), slots), Part(1, 5)
+    snapshot = rows.snapshot(part, xs_of(slots)[1:5])
+    for x in xs_of(slots):
+        x.add_(1)
+    rows.restore(part, xs_of(slots)[1:5], snapshot)
+    assert all(map(torch.equal, before[1:5], xs_of(slots)[1:5]))
+    assert torch.equal(before[0] + 1, slots[0].x)
+
+
+def test_norms_are_read_again_where_somebody_wrote_into_the_weights() -> None:
+    slots = make_slots([(4, 4)], torch.float32, 3)
+    rows, part = pointed(Rows(slots), slots), Part(0, 1)
+    rows.begin([part])
+    snapshot = rows.snapshot(part, xs_of(slots))
+    rows.move(part, xs_of(slots), snapshot, torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
+    rows.moved(xs_of(slots))
+    slots[0].x.mul_(2)
+    assert summed(pointed(rows, slots), slots)[2].item() == pytest.approx(
+        0.5 * slots[0].x.double().square().sum().item()
+    )
+
+
+def test_tensors_of_odd_length_are_kept_apart() -> None:
+    """One of them in a list would have the kernels read all of it element by element."""
+    odd, even = make_slots([(3, 5), (4, 4)], torch.float32, 0)
+    assert kind_of(odd) != kind_of(even)
 
 
 @pytest.mark.parametrize("rule", ["paper", "experiments", "optax", "theory"])
@@ -80,7 +145,7 @@ def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
         options = {"s_decay": 0.1}  # refused together
     chosen = Settings(rule=rule, **options)  # type: ignore[arg-type]
     betas = torch.tensor(chosen.betas, dtype=torch.float64)
-    constants = torch.tensor(multi_tensor.tuner_constants(chosen), dtype=torch.float64)
+    constants = torch.tensor(gpu_tuner.constants_of(chosen), dtype=torch.float64)
     plain = kernel = fresh(chosen, tuners=2, device=CPU)
     counters = torch.zeros(2, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -94,7 +159,7 @@ def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
             vector[3] = float("nan")
         else:
             plain = advance(plain, Sums.of(sums), settings=chosen, betas=betas)
-        kernel, counters, scales = multi_tensor.advance(
+        kernel, counters, scales = gpu_tuner.advance(
             kernel, vector, counters, settings=chosen, betas=betas, constants=constants, hold=False, in_place=False
         )
         assert scales[:, 2].tolist() == [float(step != 6)] * 2
@@ -143,6 +208,108 @@ def test_fused_equals_any_base(base: str) -> None:
     torch.testing.assert_close(a.scale, b.scale, rtol=1e-4, atol=0)
     for p, q in zip(a._params(), b._params(), strict=True):
         assert a.state[p].keys() - {"momentum_buffer"} <= b.state[q].keys()
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype"), [("adamw", torch.float32), ("lion", torch.float64), ("sgd momentum", torch.float16)], ids=str
+)
+@pytest.mark.parametrize("snapshot_bytes", [any_base.SNAPSHOT_BYTES, 40], ids=["whole", "chunks"])
+def test_any_base_by_kernels_equals_torchs(
+    base: str, dtype: torch.dtype, snapshot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, a = train(base, 15, dtype, backend="foreach")
+    monkeypatch.setattr(any_base, "SNAPSHOT_BYTES", snapshot_bytes)
+    kernel, b = train(base, 15, dtype, backend="triton")
+    assert not b._fused
+    for x, y in zip(plain, kernel, strict=True):
+        assert ((x - y).abs() <= 300 * EPS[dtype] * (1 + x.abs())).all()
+    torch.testing.assert_close(a.scale, b.scale, rtol=1e-12 if dtype == torch.float64 else 1e-4, atol=0)
+
+
+class Replaces(torch.optim.SGD):
+    """Puts new tensors in its parameters' place, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
+class Breaks(torch.optim.SGD):
+    failing = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if self.failing:
+            raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("backend", ["foreach", "triton"])
+def test_a_base_may_put_new_tensors_in_its_parameters_place(backend: Any) -> None:
+    ends = []
+    for kind in (torch.optim.SGD, Replaces):
+        p = nn.Parameter(torch.arange(16.0))
+        optimizer = mechanize(kind([p], lr=1.0), s_init=1e-3, backend=backend)
+        for _ in range(10):
+            p.grad = p.detach() - 3
+            optimizer.step()
+        ends.append(p.detach().clone())
+    assert optimizer.scale.item() > 0
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_inside_the_base_brings_the_weights_back() -> None:
+    params = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(8, 4))]
+    base = Breaks(params, lr=0.1)
+    optimizer = mechanize(base, s_init=1e-3, backend="triton")
+    for _ in range(4):
+        for p in params:
+            p.grad = p.detach() - 1
+        optimizer.step()
+    before = copy.deepcopy((params, [optimizer.state[p][DELTA] for p in params], optimizer.tuner))
+    base.failing = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    after = params, [optimizer.state[p][DELTA] for p in params], optimizer.tuner
+    for a, b in zip(before, after, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) -> None:
+    """New gradients at other addresses, other dtypes, state that was loaded, a parameter that joins: as by torch's."""
+    ends = []
+    for way in ("foreach", backend):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(5))]
+        optimizer = mechanize(BASES["adamw"](params), s_init=1e-3, backend=way)
+        saved: Any = None
+        for step in range(16):
+            for p in params[: 2 + (step > 9)]:
+                p.grad = (p.detach() - 1).clone()
+            if step == 5:
+                saved = copy.deepcopy(optimizer.state_dict())
+            if step == 7:
+                optimizer.load_state_dict(saved)
+            if step == 12:
+                params[0].data = params[0].data.to(torch.bfloat16).float()
+            optimizer.step()
+        ends.append([p.detach() for p in params])
+    for x, y in zip(*ends, strict=True):
+        assert ((x - y).abs() <= 300 * EPS[torch.float32] * (1 + x.abs())).all()
+
+
+def test_no_gradient_is_kept_alive() -> None:
+    """Memory that the next forward pass would lack."""
+    for backend in ("foreach", "triton", "fused"):
+        p = nn.Parameter(torch.randn(16))
+        optimizer = mechanize(torch.optim.AdamW([p]), backend=backend)
+        for _ in range(3):
+            p.grad = torch.ones(16)
+            held = weakref.ref(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert held() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

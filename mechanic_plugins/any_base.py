@@ -1,0 +1,157 @@
+"""The way around any base: a snapshot of the weights, the base's own step, and Mechanic's move.
+
+In chunks of parameters where the base treats them one by one, so that the snapshot stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from mechanic_plugins import bases
+from mechanic_plugins.pieces import Closure, Decision, Entry, Piece, Plan
+from mechanic_plugins.slots import Part
+
+__all__ = ["AnyBasePlan"]
+
+SNAPSHOT_BYTES = 256 * 2**20
+"""The most that a snapshot holds at once, if no single parameter is larger."""
+
+
+class Chunk(NamedTuple):
+    """Parameters that are stepped together."""
+
+    parts: list[tuple[Piece, Part]]
+    params: dict[int, list[Tensor]]
+    """By id of their param group."""
+
+    @classmethod
+    def of(cls, parts: list[tuple[Piece, Part]]) -> Chunk:
+        params: dict[int, list[Tensor]] = {}
+        for piece, part in parts:
+            params.setdefault(id(piece.group), []).extend(piece.params[part.first : part.last])
+        return cls(parts, params)
+
+    def snapshot(self) -> list[Any]:
+        return [piece.snapshot(part) for piece, part in self.parts]
+
+    def restore(self, snapshots: Sequence[Any]) -> None:
+        for (piece, part), snapshot in zip(self.parts, snapshots, strict=True):
+            piece.restore(part, snapshot)
+
+    def move(self, snapshots: Sequence[Any], scales: Tensor) -> None:
+        for (piece, part), snapshot in zip(self.parts, snapshots, strict=True):
+            piece.move(part, snapshot, scales)
+
+
+class AnyBasePlan(Plan):
+    """The base steps, and the move follows."""
+
+    def __init__(self, base: Optimizer, entries: Sequence[Entry], pieces: Sequence[Piece]) -> None:
+        super().__init__(base, entries, pieces)
+        self._whole = [Chunk.of([(piece, Part(0, len(piece.params))) for piece in pieces])]
+        self._chunks = list(_chunks(pieces))
+
+    def _chunks_for(self, closure: Closure | None) -> list[Chunk]:
+        """Parts where the base treats its parameters one by one; else all at once.
+
+        An error in a later chunk leaves the earlier ones a step ahead; no weight is ever left half way.
+        """
+        apart = bases.steps_parameters_independently(self.base) and not _has_step_hooks(self.base)
+        return self._chunks if apart and closure is None else self._whole
+
+    def start(self, closure: Closure | None) -> list[Any]:
+        return [self._chunks_for(closure)[0].snapshot()]
+
+    def play(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
+        chunks, scales = self._chunks_for(closure), decision.scales()
+        for piece in self.pieces:
+            piece.begin([part for chunk in chunks for other, part in chunk.parts if other is piece])
+        with _at_unit_lr(self.base, unit), _skipping(self.base, decision):
+            if len(chunks) == 1:
+                result = self._play_one(chunks[0], started, scales, closure)
+            else:
+                for chunk in chunks:
+                    with _only(chunk, self.base):
+                        result = self._play_one(chunk, started, scales, closure)
+        for piece in self.pieces:
+            piece.moved()
+        return result
+
+    def _play_one(self, chunk: Chunk, started: list[Any], scales: Tensor, closure: Closure | None) -> Any:
+        snapshots = started.pop() if started else chunk.snapshot()  # gone when this returns: never two of them
+        try:
+            result = self.base.step() if closure is None else self.base.step(closure)
+            chunk.move(snapshots, scales)
+        except BaseException:  # out of memory, Ctrl-C: nobody is left with weights between the base's and ours
+            chunk.restore(snapshots)
+            raise
+        return result
+
+
+def _chunks(pieces: Sequence[Piece]) -> Iterator[Chunk]:
+    parts: list[tuple[Piece, Part]] = []
+    held = 0
+    for piece in pieces:
+        first = 0
+        for index, size in enumerate(piece.rows.sizes):
+            if held and held + size > SNAPSHOT_BYTES:
+                yield Chunk.of([*parts, (piece, Part(first, index))] if index > first else parts)
+                parts, held, first = [], 0, index
+            held += size
+        parts = [*parts, (piece, Part(first, len(piece.params)))]
+    yield Chunk.of(parts)
+
+
+@contextmanager
+def _only(chunk: Chunk, base: Optimizer) -> Iterator[None]:
+    """Hides all other parameters from the base."""
+    params = [group["params"] for group in base.param_groups]
+    try:
+        for group in base.param_groups:
+            group["params"] = chunk.params.get(id(group), [])
+        yield
+    finally:
+        for group, all_of_them in zip(base.param_groups, params, strict=True):
+            group["params"] = all_of_them
+
+
+@contextmanager
+def _at_unit_lr(base: Optimizer, unit: float) -> Iterator[None]:
+    """Steps the base at lr / unit: its update is then of order 1 and keeps its digits when read off the weights."""
+    if unit == 1.0:
+        yield
+        return
+    lrs = [group["lr"] for group in base.param_groups]
+    try:
+        for group, lr in zip(base.param_groups, lrs, strict=True):
+            group["lr"] = lr / unit
+        yield
+    finally:
+        for group, lr in zip(base.param_groups, lrs, strict=True):
+            group["lr"] = lr
+
+
+@contextmanager
+def _skipping(base: Any, decision: Decision) -> Iterator[None]:
+    """Tells a fused base, on the device, whether to leave this step out."""
+    if isinstance(decision.moves, bool):
+        yield
+        return
+    base.found_inf = decision.moves.logical_not().to(torch.float32)
+    try:
+        yield
+    finally:
+        del base.found_inf
+
+
+def _has_step_hooks(base: Optimizer) -> bool:
+    """Hooks see a step once: such a base is not stepped in chunks."""
+    own = base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
