@@ -1,7 +1,8 @@
 """What a step costs on this machine: `python -m mechanic_plugins.bench`.
 
 One run measures the base alone and Mechanic around it, step by step in turn, over the tensor shapes of GPT-2, and shows
-ratios to the base. Packages with the same aim are measured beside it where they are installed.
+ratios to the base, and to the time that the bytes alone take at the speed of a copy on the same device. Packages with
+the same aim are measured beside it where they are installed.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mechanic_plugins import mechanize
+from mechanic_plugins.costs import bytes_of, ranks_table
 from mechanic_plugins.lion import Lion
 
 __all__ = ["Result", "gpt2_shapes", "main", "measure"]
@@ -38,6 +39,7 @@ SIZES = {
 }
 """Width and layers."""
 
+ALONE = "base alone"
 Factory = Callable[[list[nn.Parameter]], Any]
 
 
@@ -54,6 +56,10 @@ class Result:
     transient_bytes: float | None
     launches: int | None
     collectives: int
+    moved_bytes: int | None
+    """Bytes a parameter that a step must move at least, where it is so simple that they can be counted."""
+    of_limit: float | None
+    """The time that a copy of as many bytes takes, over the time that the step took."""
 
 
 def gpt2_shapes(width: int, layers: int, *, vocabulary: int = 50257) -> list[tuple[int, ...]]:
@@ -92,32 +98,58 @@ def rivals(base: str, device: torch.device) -> dict[str, Factory]:
         "schedulefree": lambda module, params: module.AdamWScheduleFree(params),
     }
     for name, build in peers.items():
-        if importlib.util.find_spec(name) is not None:
-            found[name] = functools.partial(build, importlib.import_module(name))
+        module = _installed(name)
+        if module is not None:
+            found[name] = functools.partial(build, module)
     return found
+
+
+def _installed(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def copy_speed(device: torch.device, *, size: int = 2**28) -> float:
+    """Bytes a second, read and written, of a copy from device memory to device memory."""
+    source, target = torch.ones(2, size, dtype=torch.uint8, device=device).unbind()
+    times = []
+    for _ in range(12):
+        _wait(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return 2 * size / statistics.median(times[2:])
 
 
 def measure(
     shapes: Sequence[tuple[int, ...]],
-    plain: Factory,
-    others: dict[str, Factory],
+    base: str,
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     repeats: int = 25,
 ) -> Iterator[Result]:
     """Each rival's cost beside the base's, measured in turn so that both see the same machine."""
-    name = "base alone"
-    yield from _compare(shapes, {name: plain}, name, device=device, dtype=dtype, repeats=repeats)
-    for rival, factory in others.items():
-        both = {name: plain, rival: factory}
-        yield from list(_compare(shapes, both, name, device=device, dtype=dtype, repeats=repeats))[1:]
+    plain, speed = {ALONE: bases(device)[base]}, copy_speed(device)
+    for others in ({}, *({name: factory} for name, factory in rivals(base, device).items())):
+        *_, result = _compare(shapes, {**plain, **others}, device=device, dtype=dtype, repeats=repeats)
+        yield _against_limit(result, base, speed, itemsize=dtype.itemsize)
+
+
+def _against_limit(result: Result, base: str, speed: float, *, itemsize: int) -> Result:
+    path = "alone" if result.name == ALONE and base != "lion" else result.name.removeprefix("mechanic, ")
+    moved = bytes_of(base, path, itemsize=itemsize)
+    if moved is None:
+        return result
+    return replace(result, moved_bytes=moved, of_limit=moved * result.params / speed / result.seconds)
 
 
 def _compare(
     shapes: Sequence[tuple[int, ...]],
     factories: dict[str, Factory],
-    reference: str,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -132,7 +164,7 @@ def _compare(
             times[name].append(run.timed())
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, run in runs.items():
-        ratio = statistics.median(a / b for a, b in zip(times[name], times[reference], strict=True))
+        ratio = statistics.median(a / b for a, b in zip(times[name], times[ALONE], strict=True))
         yield Result(
             name=name,
             params=run.count,
@@ -143,6 +175,8 @@ def _compare(
             transient_bytes=run.transient_bytes(),
             launches=run.launches(),
             collectives=0,
+            moved_bytes=None,
+            of_limit=None,
         )
 
 
@@ -202,8 +236,12 @@ class _Run:
         return sum(int(event.count) for event in profile.key_averages() if event.device_type.name != "CPU")
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        _wait(self.device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
@@ -216,7 +254,8 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 def table(results: Sequence[Result]) -> str:
     """Plain text, for a terminal."""
-    head = ("params", "tensors", "optimizer", "ms a step", "ratio", "state B/param", "transient B/param", "launches")
+    head = ("params", "tensors", "optimizer", "ms a step", "ratio", "B/param", "of the limit", "state B/param",
+            "transient B/param", "launches")  # fmt: skip
     rows = [head]
     for r in results:
         rows.append(
@@ -226,6 +265,8 @@ def table(results: Sequence[Result]) -> str:
                 r.name,
                 f"{r.seconds * 1e3:.3f}",
                 f"{r.ratio:.3f}",
+                "-" if r.moved_bytes is None else str(r.moved_bytes),
+                "-" if r.of_limit is None else f"{r.of_limit:.2f}",
                 f"{r.state_bytes:.2f}",
                 "-" if r.transient_bytes is None else f"{r.transient_bytes:.3f}",
                 "-" if r.launches is None else str(r.launches),
@@ -249,7 +290,9 @@ def plot(results: Sequence[Result], path: Path) -> None:
         if mine[0].launches is not None:
             right.plot([r.tensors for r in mine], [r.launches for r in mine], "o-", label=name)
     left.set(xlabel="parameters", ylabel="ms a step", title="time grows with the parameters")
-    right.set(xlabel="tensors", ylabel="launches a step", yscale="log", title="launches do not grow with the tensors")
+    right.set(xlabel="tensors", ylabel="launches a step", yscale="log", title="launches and tensors")
+    if not right.lines:
+        right.set_title("launches: counted on GPUs only")
     left.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -260,11 +303,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default)
     parser.add_argument("--base", choices=("adamw", "sgd", "lion"), default="adamw")
-    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["124M"] if default == "cuda" else ["19M"])
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["124M"] if default == "cuda" else ["10M"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--json", type=Path, help="write the results here, one object a line")
     parser.add_argument("--plot", type=Path, help="draw time and launches here (needs matplotlib)")
+    parser.add_argument("--ranks", action="store_true", help="show only what the all-reduce costs, by NCCL's own model")
     arguments = parser.parse_args(argv)
     if arguments.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {arguments.repeats}: a median needs a value")
@@ -274,19 +318,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints a table, and writes what was asked for."""
     arguments = _arguments(argv)
+    if arguments.ranks:
+        print(ranks_table())
+        return 0
     device = torch.device(arguments.device)
-    plain, others = bases(device)[arguments.base], rivals(arguments.base, device)
     results: list[Result] = []
     for size in arguments.sizes:
-        dtype = getattr(torch, arguments.dtype)
-        for result in measure(
-            gpt2_shapes(*SIZES[size]), plain, others, device=device, dtype=dtype, repeats=arguments.repeats
-        ):
+        dtype, shapes = getattr(torch, arguments.dtype), gpt2_shapes(*SIZES[size])
+        for result in measure(shapes, arguments.base, device=device, dtype=dtype, repeats=arguments.repeats):
             results.append(result)
             print(f"{size}: {result.name}: {result.ratio:.3f}", file=sys.stderr, flush=True)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(
-        f"torch {torch.__version__}, {where}, {arguments.base}, {arguments.dtype}; ratio: to the base alone, same run"
+        f"torch {torch.__version__}, {where}, {arguments.base}, {arguments.dtype}. Ratio: to the base alone, same run. "
+        "Limit: a copy of as many bytes."
     )
     print(table(results))
     if arguments.json is not None:
