@@ -288,7 +288,7 @@ class Rows:
         """The weights as they were before the base touched them."""
         for x, place in zip(xs, self.places[part.first : part.last], strict=True):
             x.copy_(snapshot.as_strided(x.size(), x.stride(), place - self.places[part.first]))
-        self._left = None
+        self.forget_norms()
 
     def move(self, part: Part, xs: Sequence[Tensor], snapshot: Tensor, scales: Tensor) -> None:
         """From the base's weights to Mechanic's; `xs` are where the base has left them."""
@@ -338,6 +338,10 @@ class Rows:
     def moved(self, xs: Sequence[Tensor]) -> None:
         """All parts have moved: the norms that they left hold as long as nobody writes into the weights."""
         self._left = [x._version for x in xs]
+
+    def forget_norms(self) -> None:
+        """Has the next sums read the weights."""
+        self._left = None
 
     def types(self, *names: str) -> dict[str, Any]:
         """Triton's names of the dtypes that the kernels ask for."""

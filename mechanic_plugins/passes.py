@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from mechanic_plugins.slots import Slot
 __all__ = ["Backend", "Passes", "check_backend"]
 
 Backend = Literal["auto", "fused", "triton", "foreach"]
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 _KEPT = 64
 
@@ -65,14 +67,14 @@ class Passes:
             return _Fusing(self.base, entries, pieces, lambda: self._keep(key, self._fused_plan(entries)))
         return self._keep(key, AnyBasePlan(self.base, entries, pieces))
 
-    def _fused_plan(self, entries: Sequence[Entry]) -> Plan:
+    def _fused_plan(self, entries: Sequence[Entry]) -> FusedPlan:
         fused.prepare(self.base, [entry.param for entry in entries if entry.slot.grad is not None])
         for entry in entries:
             complete(self.base, entry.param, entry.slot.x)
         kinds = _in_kinds(entries, multi_tensor.kind_of).values()
         return FusedPlan(self.base, entries, [FusedPiece(self.base, part, by_kernels=True) for part in kinds])
 
-    def _keep(self, key: tuple[int, ...], plan: Plan) -> Plan:
+    def _keep(self, key: tuple[int, ...], plan: AnyPlan) -> AnyPlan:
         _remember(self._plans, key, plan)
         return plan
 
@@ -139,7 +141,7 @@ class _Fusing(Plan):
     is_fused = True
 
     def __init__(
-        self, base: Optimizer, entries: Sequence[Entry], pieces: Sequence[Piece], fuse: Callable[[], Plan]
+        self, base: Optimizer, entries: Sequence[Entry], pieces: Sequence[Piece], fuse: Callable[[], FusedPlan]
     ) -> None:
         super().__init__(base, entries, pieces)
         self._fuse = fuse
@@ -148,4 +150,6 @@ class _Fusing(Plan):
         plan = self._fuse()
         pointed = plan.is_current()
         assert pointed
-        return plan.play(decision, unit=unit, closure=closure, started=started)
+        plan.play(decision, unit=unit, closure=closure, started=started)
+        for piece in plan.pieces:  # a CUDA graph reads them too: captured later, it must find that kernel loaded
+            piece.rows.forget_norms()
