@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mechanic_plugins.run import main
+
 RUN = (sys.executable, "-m", "mechanic_plugins.run")
 
 FACTS = """
@@ -90,21 +92,33 @@ def test_deepspeeds_local_rank_comes_behind_the_script(folder: Path) -> None:
     assert facts["rank"] == "3"
 
 
-def test_what_cannot_be_run(folder: Path) -> None:
-    messages = {
-        "": "which script?",
-        "-m": "which module?",
-        "--optim x": "expected a script or -m before the script's own arguments, got --optim",
-        "nowhere.py": "can't open file 'nowhere.py': [Errno 2] No such file or directory",
-    }
-    started = [start(folder, *RUN, *arguments.split()) for arguments in messages]
-    for process, message in zip(started, messages.values(), strict=True):
-        code, _, err = ended(process)
-        assert code == 2
-        assert message in err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "which script?"),
+        (["-m"], "which module?"),
+        (["--optim", "x"], "expected a script or -m before the script's own arguments, got --optim"),
+    ],
+)
+def test_what_cannot_be_run(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
 
 
-def test_its_own_help(folder: Path) -> None:
-    code, out, _ = ended(start(folder, *RUN, "--help"))
-    assert code == 0
-    assert "torchrun ... -m mechanic_plugins.run script.py" in out
+def test_a_script_that_is_not_there(folder: Path) -> None:
+    code, _, err = ended(start(folder, *RUN, "nowhere.py"))
+    assert code == 2
+    assert "can't open file 'nowhere.py': [Errno 2] No such file or directory" in err
+
+
+def test_its_own_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["run", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 0
+    assert "torchrun ... -m mechanic_plugins.run script.py" in capsys.readouterr().out
