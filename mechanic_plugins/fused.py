@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from mechanic_plugins.checkpoint import DELTA, REF
 from mechanic_plugins.kernels import Tensors
 from mechanic_plugins.lion import Lion
-from mechanic_plugins.multi_tensor import MOVE_BLOCK, MOVE_WARPS, Extra, Rows, triton_type
+from mechanic_plugins.multi_tensor import FUSED_PROGRAMS, MOVE_BLOCK, MOVE_WARPS, Extra, Rows, triton_type
 from mechanic_plugins.pieces import Closure, Decision, Group, Piece, Plan
 from mechanic_plugins.sharding import local
 from mechanic_plugins.slots import Part, Slot, needs_reference
@@ -66,7 +66,7 @@ class FusedPiece(Piece):
 
     def _rows(self, slots: Sequence[Slot], *, by_kernels: bool) -> Rows | Tensors:
         assert by_kernels
-        states = [{name: local(t) for name, t in zip(self._names(), each, strict=True)} for each in self.watched]
+        states = [{name: local(t) for name, t in each.items()} for each in self.watched]
         self._refuse_foreign_state()
         slots = [slot._replace(delta=s[DELTA], ref=s.get(REF)) for slot, s in zip(slots, states, strict=True)]
         first, second, *_ = *_moments(self.base), "", ""
@@ -93,7 +93,7 @@ class FusedPiece(Piece):
 
         rows, group, lr = self.rows, self.group, self.group["lr"]
         whole = Part(0, len(self.params))
-        rows.begin([whole])
+        rows.begin([whole], programs=FUSED_PROGRAMS)
         norms, tiles = rows.targets[whole], rows.table.tiled(MOVE_BLOCK)
         scales = scales[self.row].to(self.device, non_blocking=True)
         if tiles.starts[-1]:

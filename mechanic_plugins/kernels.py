@@ -6,8 +6,7 @@ are no plain rows in memory; `mechanic_plugins.multi_tensor` is the way on a GPU
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, repeat, starmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +15,12 @@ from mechanic_plugins.slots import Part, Slot, delta_dtype, needs_reference
 
 __all__ = ["Tensors", "local_sums", "move"]
 
-_CHUNK = {"cpu": 1 << 17}
+_CHUNK = {"cpu": 1 << 18}
 """Elements that are summed in float32 before float64 takes over. A CPU's sums are off by about 1e-7 then; GPUs add in
 trees, and have few launches to give."""
 _OTHER_CHUNK = 1 << 26
+_CACHED = 1 << 20
+"""Elements that stay in a CPU's cache from one operation to the next; fewer would pay more for starting them."""
 
 
 class Tensors:
@@ -91,30 +92,28 @@ class Tensors:
 
 def local_sums(slots: Sequence[Slot], *, device: torch.device) -> Tensor:
     """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over slots of one device and dtype, in float64 on `device`."""
-    dots = torch.stack([dot for slot in slots for dot in _dots_of(slot)]).to(device, non_blocking=True)
-    return dots.view(-1, 5).sum(0, dtype=torch.float64)
+    dots: list[Tensor] = []
+    for slot in slots:
+        _add_dots(slot, dots)
+    return torch.stack(dots).to(device, non_blocking=True).view(-1, 5).sum(0, dtype=torch.float64)
 
 
-def _dots_of(slot: Slot) -> Iterator[Tensor]:
+def _add_dots(slot: Slot, dots: list[Tensor]) -> None:
     """The five of each chunk, in turn."""
     x, g, d = (None if t is None else _real(t).reshape(-1) for t in (slot.x, slot.grad, slot.delta))
     assert x is not None
-    chunk = _CHUNK.get(x.device.type, _OTHER_CHUNK)
-    if x.numel() <= chunk:
-        return _dots(x, g, d)
-    pieces = (repeat(None) if t is None else torch.split(t, chunk) for t in (x, g, d))
-    return chain.from_iterable(starmap(_dots, zip(*pieces, strict=False)))
-
-
-def _dots(x: Tensor, g: Tensor | None, d: Tensor | None) -> Iterator[Tensor]:
     wide = delta_dtype(x.dtype)
-    x, g, d = x.to(wide), None if g is None else g.to(wide), None if d is None else d.to(wide)
-    zero = x.new_zeros(()) if g is None or d is None else x
-    yield zero if d is None or g is None else torch.dot(d, g)
-    yield zero if g is None else torch.dot(g, g)
-    yield torch.dot(x, x)
-    yield zero if d is None else torch.dot(d, x)
-    yield zero if d is None else torch.dot(d, d)
+    chunk = _CHUNK.get(x.device.type, _OTHER_CHUNK)
+    zero = x.new_zeros((), dtype=wide) if g is None or d is None else x
+    for at in range(0, max(x.numel(), 1), chunk):
+        here = slice(at, at + chunk)
+        y = x[here].to(wide)
+        h, e = (None if t is None else t[here].to(wide) for t in (g, d))
+        dots.append(zero if e is None or h is None else torch.dot(e, h))
+        dots.append(zero if h is None else torch.dot(h, h))
+        dots.append(torch.dot(y, y))
+        dots.append(zero if e is None else torch.dot(e, y))
+        dots.append(zero if e is None else torch.dot(e, e))
 
 
 def _real(t: Tensor) -> Tensor:
@@ -140,10 +139,14 @@ def _move_by_difference(slots: Sequence[Slot], olds: Sequence[Tensor], *, before
     olds = [_real(old) for old in olds]
     # before * u + (after - before) * (delta + u): the whole move, small beside x, so that x is rounded once
     if xs[0].device.type == "cpu":
-        factor, alpha = before.item(), (after - before).item()
+        factor, scale = before.item(), after.item()
         for x, delta, old in zip(*_in_cache(xs, deltas, olds), strict=True):
             delta.add_(x.sub_(old))  # u
-            x.mul_(factor).add_(delta, alpha=alpha).add_(old)
+            if scale == 0:
+                x.mul_(factor).add_(delta, alpha=-factor).add_(old)
+            else:  # the same in fewer operations
+                torch.lerp(x, delta, (scale - factor) / scale, out=x)
+                torch.add(old, x, alpha=scale, out=x)
         return
     before, step = before.to(xs[0].dtype), (after - before).to(xs[0].dtype)
     for x, delta, old in zip(xs, deltas, olds, strict=True):
@@ -153,12 +156,11 @@ def _move_by_difference(slots: Sequence[Slot], olds: Sequence[Tensor], *, before
 
 def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Long rows cut into pieces that stay in a CPU's cache from one operation to the next."""
-    chunk = _CHUNK["cpu"]
     cut: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     for tensors in zip(*lists, strict=True):
-        whole = tensors[0].numel() <= chunk or not all(t.is_contiguous() for t in tensors)
+        whole = tensors[0].numel() <= _CACHED or not all(t.is_contiguous() for t in tensors)
         for pieces, t in zip(cut, tensors, strict=True):
-            pieces += [t] if whole else torch.split(t.view(-1), chunk)
+            pieces += [t] if whole else torch.split(t.view(-1), _CACHED)
     return cut
 
 

@@ -24,8 +24,9 @@ from mechanic_plugins.slots import Part, Slot, delta_dtype, needs_reference
 __all__ = ["Extra", "Rows", "Table", "can_run", "fits", "is_capturing", "kind_of"]
 
 SUM_BLOCK, SUM_WARPS, SUM_PROGRAMS = 4096, 8, 4
-MOVE_BLOCK, MOVE_WARPS, MOVE_PROGRAMS = 512, 4, 12
-"""Elements a block, warps a program, and programs on each of the GPU's processors."""
+MOVE_BLOCK, MOVE_WARPS, MOVE_PROGRAMS = 512, 4, 8
+FUSED_PROGRAMS = 40
+"""Elements a block, warps a program, and programs on each of the GPU's processors: what was fastest on an H200."""
 _COLLECT_BLOCK = 1024
 _KEPT_CONSTANTS = 32
 _COLUMNS = 9
@@ -324,14 +325,14 @@ class Rows:
             self.is_aligned = self.is_aligned and functools.reduce(operator.or_, addresses) % 16 == 0
             self.table.point_to(self._rows)
 
-    def begin(self, parts: Sequence[Part]) -> None:
+    def begin(self, parts: Sequence[Part], *, programs: int = MOVE_PROGRAMS) -> None:
         """The parts whose moves will make up the whole: `targets` says where each of them is to leave its norms."""
         key = tuple(parts)
         if key not in self._norms:
             ranges = map(self.table.tiled(MOVE_BLOCK).of, parts)
-            programs = [min(last - first, MOVE_PROGRAMS * _processors(self.device)) for first, last in ranges]
-            norms = torch.zeros(sum(programs), 3, dtype=self.acc, device=self.device)
-            self._norms[key] = norms, dict(zip(parts, torch.split(norms, programs), strict=True))
+            each = [min(last - first, programs * _processors(self.device)) for first, last in ranges]
+            norms = torch.zeros(sum(each), 3, dtype=self.acc, device=self.device)
+            self._norms[key] = norms, dict(zip(parts, torch.split(norms, each), strict=True))
         self._last_norms, self.targets = self._norms[key]
         self._left = None
 

@@ -68,7 +68,7 @@ class Passes:
         return self._keep(key, AnyBasePlan(self.base, entries, pieces))
 
     def _fused_plan(self, entries: Sequence[Entry]) -> FusedPlan:
-        fused.prepare(self.base, [entry.param for entry in entries if entry.slot.grad is not None])
+        fused.prepare(self.base, [entry.param for entry in entries])
         for entry in entries:
             complete(self.base, entry.param, entry.slot.x)
         kinds = _in_kinds(entries, multi_tensor.kind_of).values()

@@ -70,15 +70,14 @@ class Piece:
         """What of a parameter's state the launches know the address of."""
         return (DELTA, REF) if needs_reference(self.params[0].dtype) else (DELTA,)
 
-    def _watched(self, state: dict[str, Any] | None) -> tuple[Any, ...]:
-        return tuple(None if state is None else state.get(name) for name in self._names())
+    def _watched(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        return {name: None if state is None else state.get(name) for name in self._names()}
 
     def is_current(self) -> bool:
         """Whether the state is still where it was: a load, or a change of paths, puts other tensors there."""
-        names = self._names()
         for state, tensors in zip(self.states, self.watched, strict=True):
-            for name, tensor in zip(names, tensors, strict=True):
-                if tensor is None or state is None or state.get(name) is not tensor:
+            for name, tensor in tensors.items():
+                if tensor is None or state.get(name) is not tensor:
                     return False
         return True
 
@@ -127,7 +126,7 @@ class Piece:
     def _complete(self, rows: Tensors, part: Part, olds: Sequence[Tensor]) -> None:
         """Makes deltas. Never before the base has its state: bases take an empty one for a new parameter."""
         for index, old in zip(range(part.first, part.last), olds, strict=True):
-            if any(tensor is None for tensor in self.watched[index]):
+            if any(tensor is None for tensor in self.watched[index].values()):
                 p = self.params[index]
                 complete(self.base, p, old)
                 rows.deltas[index], rows.refs[index] = (local(self.base.state[p].get(name)) for name in (DELTA, REF))
