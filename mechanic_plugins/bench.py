@@ -72,8 +72,12 @@ def gpt2_shapes(width: int, layers: int, *, vocabulary: int = 50257) -> list[tup
 
 
 def bases(device: torch.device) -> dict[str, Factory]:
-    """The plain optimizers, in the fastest form torch has for this device."""
-    fast: dict[str, Any] = {"fused": True} if device.type == "cuda" else {"foreach": True}
+    """The plain optimizers: fused on a GPU, foreach on a CPU, which is what is mostly used there."""
+    return _bases("fused" if device.type == "cuda" else "foreach")
+
+
+def _bases(form: str) -> dict[str, Factory]:
+    fast: dict[str, Any] = {form: True}
     return {
         "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, **fast),
         "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, **fast),
@@ -89,6 +93,10 @@ def rivals(base: str, device: torch.device) -> dict[str, Factory]:
         f"mechanic, {backend}": lambda params, backend=backend: mechanize(plain(params), backend=backend)  # type: ignore[misc]
         for backend in backends
     }
+    if device.type != "cuda" and base != "lion":
+        fused = _bases("fused")[base]
+        found["base alone, fused"] = fused
+        found["mechanic, fused base"] = lambda params: mechanize(fused(params))
     if base != "adamw":
         return found
     peers: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
@@ -290,8 +298,11 @@ def plot(results: Sequence[Result], path: Path) -> None:
         left.loglog([r.params for r in mine], [r.seconds * 1e3 for r in mine], "o-", label=name)
         if mine[0].launches is not None:
             right.plot([r.tensors for r in mine], [r.launches for r in mine], "o-", label=name)
-    left.set(xlabel="parameters", ylabel="ms a step", title="time grows with the parameters")
-    right.set(xlabel="tensors", ylabel="launches a step", yscale="log", title="launches and tensors")
+    sizes = sorted({r.params for r in results})
+    left.set_xticks(sizes, [f"{size / 1e6:.0f}M" if size >= 1e6 else str(size) for size in sizes])
+    left.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    left.set(xlabel="parameters", ylabel="ms a step", title="time against parameters")
+    right.set(xlabel="tensors", ylabel="launches a step", yscale="log", title="launches against tensors")
     if not right.lines:
         right.set_title("launches: counted on GPUs only")
     left.legend()
