@@ -9,8 +9,8 @@ __all__ = ["all_reduce_microseconds", "bytes_of", "ranks_table"]
 
 _MOMENTS = {"adamw": 2, "sgd": 1, "lion": 1}
 
-# What NCCL's own tuner assumes for small messages (its LL protocol; `baseLat` and `hwLat` in src/graph/tuning.cc of
-# NCCL 2.18 and later), in microseconds: once, for each hop inside a node (NVLink), for each hop between nodes.
+# Assumed, not measured: what NCCL's own tuner takes for small messages (its LL protocol; `baseLat` and `hwLat` in
+# src/graph/tuning.cc), in microseconds: once, for each hop inside a node (NVLink), for each hop between nodes.
 _TREE = 6.8, 0.6, 5.0
 _RING = 6.6, 0.6, 2.7
 
@@ -37,7 +37,10 @@ def bytes_of(base: str, path: str, *, itemsize: int = 4) -> int | None:
 
 
 def all_reduce_microseconds(ranks: int, *, gpus: int = 8) -> dict[str, float]:
-    """Latency of an all-reduce of a few bytes, by NCCL's model of a tree and of a ring, on nodes of so many GPUs."""
+    """Latency of an all-reduce of a few bytes on nodes of so many GPUs.
+
+    NCCL's model of a tree and of a ring, without its surcharge on a ring's hops inside nodes; levels are rounded up.
+    """
     nodes = max(1, math.ceil(ranks / gpus))
     inside = min(ranks, gpus) - 1
     base, near, far = _TREE
@@ -49,7 +52,7 @@ def all_reduce_microseconds(ranks: int, *, gpus: int = 8) -> dict[str, float]:
 
 def ranks_table(ranks: Sequence[int] = (8, 64, 256, 1024, 4096, 10000)) -> str:
     """Markdown."""
-    lines = ["| ranks, 8 a node | tree | ring | NCCL takes |", "|---|---|---|---|"]
+    lines = ["| ranks, 8 a node | tree | ring | faster |", "|---|---|---|---|"]
     for count in ranks:
         times = all_reduce_microseconds(count)
         best = min(times, key=times.__getitem__)

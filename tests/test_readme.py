@@ -54,3 +54,9 @@ def test_commands_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert targets == {"demo", "test"}
     assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
+
+
+def test_the_table_of_ranks_is_what_the_model_says() -> None:
+    from mechanic_plugins.costs import ranks_table
+
+    assert ranks_table() in README
