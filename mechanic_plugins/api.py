@@ -23,12 +23,14 @@ class Options(TypedDict, total=False):
 
     betas: Sequence[float]
     s_init: float | Literal["auto"]
+    first_move: float
     s_decay: float
     eps: float
     rule: Rule
     preset: Literal["paper"] | None
     normalize_lr: bool
     smoothing: float
+    recenter: bool
     scope: Scope
     max_scale: float | None
     group: dist.ProcessGroup | None
@@ -65,12 +67,14 @@ def mechanize(
     *,
     betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999),
     s_init: float | Literal["auto"] = "auto",
+    first_move: float = 1e-6,
     s_decay: float = 0.01,
     eps: float = 1e-8,
     rule: Rule = "paper",
     preset: Literal["paper"] | None = None,
     normalize_lr: bool = True,
     smoothing: float = 0.0,
+    recenter: bool = False,
     scope: Scope = "all",
     max_scale: float | None = None,
     group: dist.ProcessGroup | None = None,
@@ -87,13 +91,16 @@ def mechanize(
     Args:
         optimizer: Any torch optimizer, or its class.
         betas: The memories of the tuners whose bets are added up.
-        s_init: The first scale. "auto" makes the first move a millionth of the weights.
+        s_init: The first scale. "auto" makes the first move the share `first_move` of the weights' norm.
+        first_move: See s_init; a millionth.
         s_decay: The paper's lambda, a pull on the scale towards small weights.
         eps: Guards a division.
         rule: Which published tuner: "paper", "experiments", "optax" or "theory".
         preset: "paper" sets the paper's constants; a value beside it that is not the default wins.
         normalize_lr: Let the result not depend on the base's lr: the constants above are stated for an lr of 1.
         smoothing: Play a log-average of the scale; 0 plays it as it is.
+        recenter: When the scale reaches a new peak, move the centre along, so that updates made while the scale was
+            small are not replayed at the larger one.
         scope: "all" learns one scale, "group" one for each param group.
         max_scale: Never play a scale above this.
         group: The ranks that share the parameters, where that is not all ranks.
@@ -109,11 +116,13 @@ def mechanize(
         preset,
         betas=betas,
         s_init=s_init,
+        first_move=first_move,
         s_decay=s_decay,
         eps=eps,
         rule=rule,
         normalize_lr=normalize_lr,
         smoothing=smoothing,
+        recenter=recenter,
         scope=scope,
         max_scale=max_scale,
     )

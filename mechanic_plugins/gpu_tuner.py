@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.settings import Settings
-from mechanic_plugins.tuner import AUTO_FRACTION, TunerState
+from mechanic_plugins.tuner import TunerState
 
 __all__ = ["advance", "constants_of"]
 
@@ -37,15 +37,15 @@ def advance(
         in_place: Write over the state and the counters: what a captured graph needs, which reads them where they were.
 
     Returns:
-        The next state, the next counters, and for each tuner the scale before and after and whether the step is made.
+        The next state, the next counters, and for each tuner what `Decision.scales` says.
     """
     from mechanic_plugins import triton_kernels as kernels
 
     tuners, n = state.s.shape
-    width = 6 * n + 3
+    width = 6 * n + 4
     old = _packed(state)
-    out = torch.empty(tuners * (width + 3) + 2, dtype=torch.float64, device=sums.device)
-    new, scales, new_counters = torch.split(out, [tuners * width, tuners * 3, 2])
+    out = torch.empty(tuners * (width + 4) + 2, dtype=torch.float64, device=sums.device)
+    new, scales, new_counters = torch.split(out, [tuners * width, tuners * 4, 2])
     kernels.tuner_kernel[(tuners,)](
         sums,
         old,
@@ -61,6 +61,7 @@ def advance(
         SMOOTHING=settings.smoothing != 0,
         CAPPED=settings.max_scale is not None,
         FROZEN=hold,
+        RECENTER=settings.recenter,
         NUMBERS=_power(tuners * 5 + 1),
         n=n,
         N=_power(n),
@@ -68,30 +69,35 @@ def advance(
     )
     after = _unpacked(new.view(tuners, width))
     if not in_place:
-        return after, new_counters, scales.view(tuners, 3)
+        return after, new_counters, scales.view(tuners, 4)
     for theirs, ours in zip((*state, counters), (*after, new_counters), strict=True):
         theirs.copy_(ours)
-    return state, counters, scales.view(tuners, 3)
+    return state, counters, scales.view(tuners, 4)
 
 
 def constants_of(settings: Settings) -> tuple[float, ...]:
     """s_decay, eps, s_init or its fraction, the cap and the smoothing."""
-    s_init = AUTO_FRACTION if settings.s_init == "auto" else settings.s_init
+    s_init = settings.first_move if settings.s_init == "auto" else settings.s_init
     return settings.s_decay, settings.eps, s_init, settings.max_scale or 0.0, settings.smoothing
 
 
 def _packed(state: TunerState) -> Tensor:
     """One row for each tuner."""
     base = state.s._base
-    if base is not None and state.h._base is base and base.dim() == 1 and state.s.stride(0) == 6 * state.s.shape[1] + 3:
+    if (
+        base is not None
+        and state.peak._base is base
+        and base.dim() == 1
+        and state.s.stride(0) == 6 * state.s.shape[1] + 4
+    ):
         return state.s
     return torch.cat(list(state), dim=1)
 
 
 def _unpacked(table: Tensor) -> TunerState:
     """Views of the rows."""
-    n = (table.shape[1] - 3) // 6
-    return TunerState(*torch.split(table, [n] * 6 + [1] * 3, dim=1))
+    n = (table.shape[1] - 4) // 6
+    return TunerState(*torch.split(table, [n] * 6 + [1] * 4, dim=1))
 
 
 def _power(number: int) -> int:

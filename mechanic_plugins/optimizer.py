@@ -22,7 +22,7 @@ from mechanic_plugins.passes import Passes
 from mechanic_plugins.pieces import Closure, Decision, Entry, complete
 from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for, refuse_unattached
 from mechanic_plugins.slots import Slot
-from mechanic_plugins.tuner import SUMS, Sums, advance, keep_where
+from mechanic_plugins.tuner import SUMS, Sums, advance, keep_where, kept_share
 from mechanic_plugins.wrapper import Group, Wrapper
 
 __all__ = ["MechanicOptimizer"]
@@ -72,11 +72,12 @@ class MechanicOptimizer(Wrapper):
         if self._passes.uses_kernels(sums.device):
             return self._decided_on_gpu(sums, progress)
         moves = self._is_made(sums, progress)
-        before = progress.tuner.played[:, 0]
+        before = progress.tuner
         if moves is not False:
             self._note_lrs()
             self._advance_tuner(sums, moves, progress)
-        return Decision(moves, before, progress.tuner.played[:, 0])
+        after = progress.tuner
+        return Decision(moves, before.played[:, 0], after.played[:, 0], kept_share(before, after)[:, 0])
 
     def _decided_on_gpu(self, sums: Tensor, progress: Progress) -> Decision:
         """The same in one launch."""
@@ -94,9 +95,9 @@ class MechanicOptimizer(Wrapper):
             in_place=is_capturing(sums.device),
         )
         progress.steps, progress.skipped = counters.unbind()
-        before, after, made = scales.unbind(1)
+        before, after, made, kept = scales.unbind(1)
         self._note_lrs()
-        return Decision(self._made_known(made[0], progress), before, after, scales)
+        return Decision(self._made_known(made[0], progress), before, after, kept, scales)
 
     def _made_known(self, moves: Tensor, progress: Progress) -> bool | Tensor:
         """Whether the step is made: for a base that cannot be told on the device, by waiting for it."""

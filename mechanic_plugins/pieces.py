@@ -36,19 +36,23 @@ class Entry(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a step will do: whether it is made, and for each tuner the scale that was and will be played."""
+    """What a step will do: whether it is made, and for each tuner the scale that was and will be played.
+
+    `kept` is the share of delta that stays: less than 1 where the centre moves along with the weights.
+    """
 
     moves: bool | Tensor
     before: Tensor
     after: Tensor
+    kept: Tensor
     packed: Tensor | None = None
 
     def scales(self) -> Tensor:
-        """Before, after and whether the step is made, for each tuner."""
+        """Before, after, whether the step is made and what is kept, for each tuner."""
         if self.packed is not None:
             return self.packed
         made = torch.as_tensor(self.moves, dtype=self.before.dtype, device=self.before.device)
-        return torch.stack([self.before, self.after, made.expand_as(self.before)], dim=1)
+        return torch.stack([self.before, self.after, made.expand_as(self.before), self.kept], dim=1)
 
 
 class Piece:

@@ -16,7 +16,7 @@ Rule = Literal["paper", "experiments", "optax", "theory"]
 Scope = Literal["all", "group"]
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"rule": "paper", "s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, "smoothing": 0.0},
+    "paper": {"rule": "paper", "s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, "smoothing": 0.0, "recenter": False},
 }
 
 
@@ -26,10 +26,12 @@ class Settings:
 
     betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
     s_init: float | Literal["auto"] = "auto"
+    first_move: float = 1e-6
     s_decay: float = 0.01
     eps: float = 1e-8
     rule: Rule = "paper"
     smoothing: float = 0.0
+    recenter: bool = False
     max_scale: float | None = None
     scope: Scope = "all"
     normalize_lr: bool = True
@@ -38,6 +40,11 @@ class Settings:
         _check_betas(self.betas)
         object.__setattr__(self, "betas", tuple(float(b) for b in self.betas))
         _check_s_init(self.s_init)
+        if not (_is_number(self.first_move) and 0 < self.first_move < 1):
+            raise ValueError(
+                f"first_move must be a number > 0 and < 1, got {self.first_move!r}: it is the share of the weights' "
+                "norm that the first move makes with s_init='auto'. The default is 1e-6, 1e-4 suits short runs."
+            )
         _check_number("s_decay", self.s_decay, low=0.0, why="it is the weight of a norm penalty", out="0 turns it off")
         _check_number("eps", self.eps, low=0.0, why="it guards a division by sqrt(v)", out="the paper's value is 1e-8")
         _check_number(
@@ -55,6 +62,11 @@ class Settings:
                 f"eps must be > 0 with rule={self.rule!r}, got {self.eps!r}: "
                 "that rule divides eps by eps in its first step. Use 1e-8, or rule='paper'."
             )
+        if self.rule == "theory" and self.recenter:
+            raise ValueError(
+                "recenter must be False with rule='theory', got True: the rule's bound is one against a fixed centre. "
+                "Use rule='paper', or recenter=False."
+            )
         if self.rule == "theory" and self.smoothing:
             raise ValueError(
                 f"smoothing must be 0 with rule='theory', got {self.smoothing!r}: a smoothed bet may exceed the wealth "
@@ -65,8 +77,9 @@ class Settings:
                 f"max_scale must be a finite number > 0, got {self.max_scale!r}: "
                 "the scale is capped there and would never leave zero. Leave it None for no cap."
             )
-        if not isinstance(self.normalize_lr, bool):
-            raise ValueError(f"normalize_lr must be True or False, got {self.normalize_lr!r}.")
+        for name in ("normalize_lr", "recenter"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
 
     @classmethod
     def from_preset(cls, preset: str | None, **values: Any) -> Settings:

@@ -28,10 +28,7 @@ from torch import Tensor
 
 from mechanic_plugins.settings import Settings
 
-__all__ = ["AUTO_FRACTION", "SUMS", "Sums", "TunerState", "advance", "fresh", "keep_where"]
-
-AUTO_FRACTION = 1e-6
-"""With `s_init="auto"` the first move is this fraction of the weights' norm (plus 1, for weights that start at 0)."""
+__all__ = ["SUMS", "Sums", "TunerState", "advance", "fresh", "keep_where", "kept_share"]
 
 SUMS = ("dg", "gg", "xx", "dx", "dd")
 """The five inner products a step needs, of delta (d), gradient (g) and weights (x), in this order."""
@@ -56,7 +53,7 @@ class TunerState(NamedTuple):
     """All that the tuner remembers.
 
     `q` and `w0` serve `rule="theory"` alone and are zero elsewhere. `played` is the scale that made the current
-    weights, `h` what the last step saw.
+    weights, `h` what the last step saw, `peak` the largest scale played so far (with `recenter`, else 0).
     """
 
     s: Tensor
@@ -68,6 +65,7 @@ class TunerState(NamedTuple):
     s_init: Tensor
     played: Tensor
     h: Tensor
+    peak: Tensor
 
 
 class _Bets(NamedTuple):
@@ -82,7 +80,7 @@ class _Bets(NamedTuple):
 def fresh(settings: Settings, *, tuners: int, device: torch.device) -> TunerState:
     """The state before the first step."""
     n = len(settings.betas)
-    sizes = {name: 1 if name in ("s_init", "played", "h") else n for name in TunerState._fields}
+    sizes = {name: 1 if name in ("s_init", "played", "h", "peak") else n for name in TunerState._fields}
     zeros = {name: torch.zeros(tuners, k, dtype=torch.float64, device=device) for name, k in sizes.items()}
     if settings.rule in ("experiments", "optax") and settings.s_init != "auto":
         zeros["s"] += settings.s_init
@@ -103,12 +101,23 @@ def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor)
     bets = _RULES[settings.rule](state._replace(s_init=s_init), h, _placed_bet(state, settings), betas, settings.eps)
     s = _capped(bets.s, settings.max_scale)
     played = _next_played(state, s, settings)
-    return TunerState(s, bets.r, bets.m, bets.v, bets.q, bets.w0, s_init=s_init, played=played, h=h)
+    peak = torch.maximum(state.peak, played) if settings.recenter else state.peak
+    return TunerState(s, bets.r, bets.m, bets.v, bets.q, bets.w0, s_init=s_init, played=played, h=h, peak=peak)
 
 
 def keep_where(condition: Tensor, new: TunerState, old: TunerState) -> TunerState:
     """`new` where the condition holds, else `old`: decided on the device."""
     return TunerState(*(torch.where(condition, a, b) for a, b in zip(new, old, strict=True)))
+
+
+def kept_share(before: TunerState, after: TunerState) -> Tensor:
+    """The share of delta that stays, of shape (tuners, 1): less than 1 where the scale has reached a new peak.
+
+    The rest of what it stands for becomes part of the centre, which moves along. Updates made while the scale was
+    small are then not replayed at the larger one.
+    """
+    is_new = (before.peak > 0) & (after.peak > before.peak)
+    return torch.where(is_new, before.peak / after.peak, 1.0)
 
 
 def _hypergradient(state: TunerState, sums: Sums, *, s_decay: float) -> Tensor:
@@ -117,10 +126,13 @@ def _hypergradient(state: TunerState, sums: Sums, *, s_decay: float) -> Tensor:
 
 
 def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
-    """A number is what the settings say; "auto" is measured at the first step with delta != 0, and kept."""
+    """A number is what the settings say; "auto" is measured at the first step with delta != 0, and kept.
+
+    It makes the first move the share `first_move` of the weights' norm, plus 1 for weights that start at 0.
+    """
     if settings.s_init != "auto":
         return torch.full_like(state.s_init, settings.s_init)
-    measured = AUTO_FRACTION * (1 + sums.xx.sqrt()) / sums.dd.sqrt()
+    measured = settings.first_move * (1 + sums.xx.sqrt()) / sums.dd.sqrt()
     unknown_yet = torch.where(sums.dd > 0, measured, 0.0)
     return torch.where(state.s_init > 0, state.s_init, unknown_yet)
 

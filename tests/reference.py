@@ -26,7 +26,6 @@ BaseFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 BETAS = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
 RULES = ("paper", "experiments", "optax", "theory")
-AUTO_FIRST_MOVE = 1e-6
 
 
 class Tuner:
@@ -98,12 +97,23 @@ class Tuner:
 class Part:
     """The parameters that share one scale (all of them, or one group's), and the tuner of that scale."""
 
-    def __init__(self, indices: list[int], tuner: Tuner, *, auto: bool, smoothing: float, max_scale: float) -> None:
+    def __init__(
+        self,
+        indices: list[int],
+        tuner: Tuner,
+        *,
+        first_move: float | None,
+        smoothing: float,
+        max_scale: float,
+        recenter: bool,
+    ) -> None:
         self.indices = indices
         self.tuner = tuner
-        self.auto = auto
+        self.first_move = first_move
         self.smoothing = smoothing
         self.max_scale = max_scale
+        self.recenter = recenter
+        self.peak = 0.0  # the largest scale played
         self.S = 0.0
         self.played = 0.0  # the smoothed S; equal to it without smoothing
         self.h = 0.0
@@ -111,8 +121,8 @@ class Part:
     def step(self, x: Tensors, Delta: Tensors, g: Tensors, s_decay: float) -> None:
         """Tune at the weights x, with the sum of updates Delta that they were made of and the gradient g there."""
         dg, gg, xx, dx, dd = inner(Delta, g), inner(g, g), inner(x, x), inner(Delta, x), inner(Delta, Delta)
-        if self.auto and self.tuner.s_init == 0 and dd > 0:
-            self.tuner.s_init = AUTO_FIRST_MOVE * (1 + math.sqrt(xx)) / math.sqrt(dd)
+        if self.first_move is not None and self.tuner.s_init == 0 and dd > 0:
+            self.tuner.s_init = self.first_move * (1 + math.sqrt(xx)) / math.sqrt(dd)
         decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
         self.h = dg + decay
 
@@ -121,6 +131,11 @@ class Part:
             self.tuner.s = self.tuner.s * min(1.0, self.max_scale / self.tuner.s.sum())
         self.S = float(self.tuner.s.sum())
         self.played = self.smoothed(self.S)
+
+    def share_at_a_new_peak(self) -> float:
+        """How much of Delta stays when the scale is larger than ever before; else all of it."""
+        before, self.peak = self.peak, max(self.peak, self.played)
+        return before / self.peak if self.recenter and 0 < before < self.peak else 1.0
 
     def smoothed(self, S: float) -> float:
         """The log-average of the scales played so far and S; an S of 0 makes it 0, and the next S starts anew."""
@@ -145,6 +160,7 @@ class Reference:
         *,
         betas: Sequence[float] = BETAS,
         s_init: float | Literal["auto"] = "auto",
+        first_move: float = 1e-6,
         s_decay: float = 0.01,
         eps: float = 1e-8,
         rule: str = "paper",
@@ -152,6 +168,7 @@ class Reference:
         smoothing: float = 0.0,
         max_scale: float | None = None,
         scope: Literal["all", "group"] = "all",
+        recenter: bool = False,
     ) -> None:
         self.x_ref = [p.detach().to(torch.float64, copy=True) for p in params]
         self.x = [p.clone() for p in self.x_ref]
@@ -170,9 +187,10 @@ class Reference:
             Part(
                 indices,
                 Tuner(rule, betas=betas, s_init=number, eps=eps),
-                auto=s_init == "auto",
+                first_move=first_move if s_init == "auto" else None,
                 smoothing=smoothing,
                 max_scale=math.inf if max_scale is None else max_scale,
+                recenter=recenter,
             )
             for indices in parts
         ]
@@ -194,6 +212,10 @@ class Reference:
             for i in part.indices:
                 self.Delta[i] = self.Delta[i] + u[i]
                 self.x[i] = self.x_ref[i] + part.played * self.Delta[i]
+            share = part.share_at_a_new_peak()
+            for i in part.indices:  # the same x, seen from a centre that is nearer to it
+                self.Delta[i] = share * self.Delta[i]
+                self.x_ref[i] = self.x[i] - part.played * self.Delta[i] if share < 1 else self.x_ref[i]
 
     def minimised_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradients of what is minimised, 0 where there is none."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mechanic_plugins import tuner
 from mechanic_plugins.settings import Rule, Settings
-from mechanic_plugins.tuner import AUTO_FRACTION, SUMS, Sums, TunerState, advance, fresh, keep_where
+from mechanic_plugins.tuner import SUMS, Sums, TunerState, advance, fresh, keep_where, kept_share
 
 RULES = get_args(Rule)
 SMOOTHED = [(rule, smoothing) for rule in RULES for smoothing in (0.0, 0.9) if (rule, smoothing) != ("theory", 0.9)]
@@ -50,7 +50,7 @@ def test_every_rule_keeps_shapes_dtype_and_device(rule: Rule, tuners: int) -> No
     before = fresh(settings, tuners=tuners, device=CPU)
     after = play(settings, [sums(*[row] * tuners) for row in STEPS])[-1]
     for name, a, b in zip(TunerState._fields, before, after, strict=True):
-        columns = 1 if name in ("s_init", "played", "h") else 6
+        columns = 1 if name in ("s_init", "played", "h", "peak") else 6
         assert a.shape == b.shape == (tuners, columns), name
         assert a.dtype == b.dtype == torch.float64, name
 
@@ -134,7 +134,7 @@ def test_a_masked_step_with_nan_keeps_every_entry_too() -> None:
 
 def test_auto_moves_a_millionth_of_the_weights_first_and_remembers_it() -> None:
     states = play(Settings(betas=(1.0,), eps=0.0), [sums(row) for row in STEPS])
-    assert states[1].s_init.item() == AUTO_FRACTION * (1 + 3.0) / 1.0
+    assert states[1].s_init.item() == 1e-6 * (1 + 3.0) / 1.0
     assert states[1].played.item() == states[1].s_init.item()
     assert states[-1].s_init.item() == states[1].s_init.item()
 
@@ -182,3 +182,18 @@ def test_smoothing_does_not_reward_what_was_not_played() -> None:
     states = play(Settings(betas=(1.0,), s_init=1e-3, s_decay=0.0, smoothing=0.5), [sums(row) for row in STEPS[:3]])
     grown = states[2].r - states[1].r
     assert grown.item() == pytest.approx(3.0 * states[1].played.item(), rel=1e-12)
+
+
+def test_a_new_peak_keeps_the_share_of_delta_that_the_old_one_was_worth() -> None:
+    states = play(Settings(s_init=1e-3, recenter=True), [sums(row) for row in STEPS])
+    for before, after in itertools.pairwise(states):
+        assert after.peak.item() == max(before.peak.item(), after.played.item())
+        grows = 0 < before.peak.item() < after.peak.item()
+        expected = before.peak.item() / after.played.item() if grows else 1.0
+        assert kept_share(before, after).item() == pytest.approx(expected, rel=1e-15)
+    assert any(kept_share(a, b).item() < 1 for a, b in itertools.pairwise(states))
+
+
+def test_without_recentring_all_of_delta_is_kept() -> None:
+    states = play(Settings(s_init=1e-3), [sums(row) for row in STEPS])
+    assert all(kept_share(a, b).item() == 1 for a, b in itertools.pairwise(states))

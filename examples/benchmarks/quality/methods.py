@@ -102,6 +102,7 @@ METHODS: dict[str, Method] = {
     "sweep": Method(base_optimizer, None),
     "mechanic": mechanic(),
     "mechanic, other lrs": mechanic(1e-6, 1e-3, 10.0),
+    "mechanic, recentred": mechanic(first_move=1e-4, s_decay=0.0, smoothing=0.97, recenter=True),
     "mechanic, preset paper": mechanic(preset="paper"),
     "mechanic_pytorch": Method(_mechanic_pytorch, package="mechanic_pytorch"),
     "prodigy": Method(_prodigy, package="prodigyopt", bases=("adamw",)),

@@ -311,7 +311,7 @@ def _convex_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
 def _image_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     rows: dict[Size, tuple[dict[str, Any], int, int]] = {
         "smoke": ({"width": 4, "blocks": (1, 1)}, 32, 60),
-        "cpu": ({"width": 8, "blocks": (1, 1, 1), "shrink": 2}, 32, 1000),
+        "cpu": ({"width": 8, "blocks": (1, 1, 1), "shrink": 2}, 32, 500),
         "gpu": ({"width": 64, "blocks": (2, 2, 2, 2)}, 128, 6000),
     }
     shape, batch, steps = rows[size]
