@@ -28,6 +28,8 @@ PUBLISHED_ADAM = {
     "wine": 100.0,
 }
 """Training accuracy in per cent, read off the figures of the D-Adaptation paper, for its protocol."""
+SOLVED = 1e-4
+"""A training loss below this counts as this much: which of two zeros is the smaller says nothing."""
 COLLAPSED = 2.0
 """A run that ends with more than this times the best loss of the sweep."""
 
@@ -83,7 +85,8 @@ class Results:
 
 def mean(runs: Sequence[Record], key: str) -> float:
     """Over the seeds."""
-    return statistics.fmean(run[key] for run in runs)
+    value = statistics.fmean(run[key] for run in runs)
+    return max(value, SOLVED) if key == "train_loss" else value
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -238,7 +241,8 @@ _PAGE = """# How good is the learned learning rate?
 
 Made by `run.py` and `report.py` beside this folder; {runs} runs, {seeds} seeds. Each figure is the mean final training
 loss over that of the best learning rate of a half-decade sweep of the base, by the mean over the seeds: 1 is as good
-as a full sweep, less is better. Mechanic and its peers run once, with their defaults.
+as a full sweep, less is better. Mechanic and its peers run once, with their defaults. Losses below {solved} count as
+{solved}.
 
 ## By family: geometric mean (worst problem)
 
@@ -273,6 +277,7 @@ def page(results: Results, records: Sequence[Record]) -> str:
     lrs, convex = lr_table(results), convex_table(results)
     return _PAGE.format(
         runs=len(records),
+        solved=SOLVED,
         seeds=len({record["seed"] for record in records}),
         families=family_table(results),
         collapsed="\n".join([*lines, *(f"- {line}" for line in bad)]),

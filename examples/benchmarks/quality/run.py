@@ -154,8 +154,8 @@ def train(problem: Problem, method: Method, task: Task, lrs: Sequence[float]) ->
         if step % every == 0:
             for record, optimizer, loss in zip(history, optimizers, losses.tolist(), strict=True):
                 record["at"].append(step)
-                record["losses"].append(_finite(loss))
-                record["effective_lrs"].append(_peak_lr(optimizer, factors[step]))
+                record["losses"].append(round(_finite(loss), 5))
+                record["effective_lrs"].append(float(f"{_peak_lr(optimizer, factors[step]):.4g}"))
         for scheduler in schedulers:
             scheduler.step()
     _set_training(task, False, optimizers)
