@@ -30,6 +30,8 @@ PUBLISHED_ADAM = {
 """Training accuracy in per cent, read off the figures of the D-Adaptation paper, for its protocol."""
 SOLVED = 1e-4
 """A training loss below this counts as this much: which of two zeros is the smaller says nothing."""
+DIVERGED = 100.0
+SHOWN = 2.0
 COLLAPSED = 2.0
 """A run that ends with more than this times the best loss of the sweep."""
 
@@ -94,6 +96,11 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
+def shown(ratio: float) -> str:
+    """Three digits; how far away a run that has diverged is says nothing."""
+    return f"{ratio:.3f}" if ratio < DIVERGED else "diverged"
+
+
 # ------------------------------------------------------------------------------------------------ tables
 
 
@@ -105,7 +112,7 @@ def family_table(results: Results) -> str:
         cells = []
         for method in methods:
             ratios = [r for problem in problems if (r := results.ratio(problem, method)) is not None]
-            cells.append(f"{geometric_mean(ratios):.3f} ({max(ratios):.2f})" if ratios else "")
+            cells.append(f"{shown(geometric_mean(ratios))} ({shown(max(ratios))})" if ratios else "")
         rows.append([family, base, str(len(problems)), *cells])
     return table(["family", "base", "problems", *methods], rows)
 
@@ -118,7 +125,7 @@ def problem_table(results: Results) -> str:
         for problem in problems:
             best = results.best(problem)
             ratios = [results.ratio(problem, method) for method in methods]
-            cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+            cells = ["" if ratio is None else shown(ratio) for ratio in ratios]
             rows.append([problem, f"{best.lr:g}", f"{best.loss:.4g}", *cells])
     return table(["problem", "best lr", "its loss", *methods], rows)
 
@@ -200,14 +207,14 @@ def ratio_picture(results: Results, path: Path) -> None:
         points = [(r, y) for y, problem in enumerate(problems) if (r := results.ratio(problem, method)) is not None]
         mine = method == "mechanic"
         axes.scatter(
-            [min(r, 10.0) for r, _ in points], [y for _, y in points], s=36 if mine else 16, label=method,
+            [min(r, SHOWN) for r, _ in points], [y for _, y in points], s=36 if mine else 16, label=method,
             zorder=3 if mine else 2, alpha=1.0 if mine else 0.6,
         )  # fmt: skip
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlabel="final training loss over the best of the sweep (capped at 10)")
+    axes.set(xlabel=f"final training loss over the best of the sweep (more than {SHOWN:g} is drawn there)")
     axes.set_yticks(range(len(problems)), problems, fontsize=7)
     axes.invert_yaxis()
-    axes.legend(fontsize=7, loc="lower right")
+    figure.legend(fontsize=7, loc="outside right upper")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -221,12 +228,15 @@ def lr_picture(results: Results, path: Path) -> None:
     rows = -(-len(chosen) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(11, 2.6 * rows), layout="constrained", squeeze=False)
     for axes, problem in zip(grid.flat, chosen, strict=False):
-        for run in results.of(problem, "mechanic"):
-            axes.plot(run["at"], run["effective_lrs"], linewidth=1)
+        for method, colour in (("mechanic", "C0"), ("mechanic, recentred", "C1")):
+            for index, run in enumerate(results.of(problem, method)):
+                label = None if index else method
+                axes.plot(run["at"], run["effective_lrs"], linewidth=1, color=colour, label=label)
         axes.axhline(results.best(problem).lr, color="black", linestyle="--", linewidth=0.8)
         axes.set_title(problem, fontsize=8)
         axes.set_yscale("log")
-        axes.tick_params(labelsize=7)
+        axes.tick_params(labelsize=7, which="both")
+    grid.flat[0].legend(fontsize=7)
     for axes in list(grid.flat)[len(chosen) :]:
         axes.remove()
     figure.supylabel("peak learning rate (dashed: best of the sweep)", fontsize=8)
