@@ -77,7 +77,7 @@ def _convex(folder: Path | None, name: str, seeds: Sequence[int], device: torch.
     generators = []
     for seed, member in zip(seeds, model.models, strict=True):
         torch.manual_seed(seed)
-        member.reset_parameters()  # type: ignore[operator]
+        member.reset_parameters()
         generators.append(_batches(len(x), _CONVEX_BATCH, seed))
 
     def losses() -> Tensor:
@@ -227,7 +227,7 @@ class _Sentiment(nn.Module):
     def __init__(self, encoder: nn.Module, classes: int, dropout: float) -> None:
         super().__init__()
         self.encoder = encoder
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(encoder.config.hidden_size, classes)  # type: ignore[union-attr,arg-type]
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(encoder.config.hidden_size, classes)
 
     def forward(self, words: Tensor, mask: Tensor) -> Tensor:
         states = self.encoder(input_ids=words, attention_mask=mask).last_hidden_state
@@ -281,7 +281,7 @@ def problems(size: Size, folder: Path | None, encoder: str | None, cache: Path) 
     """All rows that this size and these data allow.
 
     Args:
-        size: How large: "smoke" is a test of the code, "cpu" takes an hour or two on two cores, "gpu" wants a GPU.
+        size: How large: "smoke" is a test of the code, "cpu" takes hours on two cores, "gpu" wants a GPU.
         folder: Real data sets; without them, scikit-learn's and Python's own sources.
         encoder: The path of a pretrained encoder in transformers' layout.
         cache: Where to keep the language models that are trained first and tuned then.

@@ -1,7 +1,7 @@
 """Is Mechanic as good as the best learning rate of a sweep?
 
     python examples/benchmarks/quality/run.py --size smoke                  # seconds, without any data
-    python examples/benchmarks/quality/run.py --size cpu --data FOLDER      # an hour or two on two cores
+    python examples/benchmarks/quality/run.py --size cpu --data FOLDER      # hours on two cores; --only takes a part
     python examples/benchmarks/quality/run.py --size gpu --data FOLDER --encoder FOLDER --device cuda
 
 Every finished run is a line in the results file; what is there is not run again. `report.py` makes the page.
