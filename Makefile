@@ -31,7 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 test: $(INSTALLED)
 	@# minutes the first time, nothing after that; without a compiler it says what will be skipped
 	$(BIN)/python tests/deepspeed_plugin/build_ops.py
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

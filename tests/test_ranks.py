@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,3 +31,27 @@ def test_a_failing_rank_fails_the_caller_and_new_ranks_start(ranks: Callable[[in
     with pytest.raises(AssertionError, match="rank 1 disagrees"):
         ranks(2)(fail_on_one)
     assert ranks(2)(add_up, 1.0) == [3.0, 3.0]
+
+
+def abort(rank: int) -> None:
+    if rank == 1:
+        os.abort()
+    dist.barrier()
+
+
+def abort_once(rank: int, mark: Path) -> float:
+    if not mark.exists():
+        dist.barrier()
+        mark.touch()
+        abort(rank)
+    return add_up(rank, 1.0)
+
+
+def test_a_killed_rank_gets_a_second_chance_and_it_is_told(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="rank 1 by SIGABRT"):
+        assert ranks(2)(abort_once, tmp_path / "mark") == [3.0, 3.0]
+
+
+def test_a_rank_killed_twice_fails_the_caller(ranks: Callable[[int], Ranks]) -> None:
+    with pytest.warns(UserWarning, match="run once more"), pytest.raises(AssertionError, match="rank 1 by SIGABRT"):
+        ranks(2)(abort)

@@ -143,7 +143,9 @@ def start(rank: int) -> None:
     """DeepSpeed's own start, on top of the process group that this rank has."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
     import deepspeed
+    from deepspeed.runtime import torch_autocast
 
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # else it is on for every engine after the first that has it
     deepspeed.utils.logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about names that DeepSpeed calls
     with quiet():
