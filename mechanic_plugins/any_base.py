@@ -53,8 +53,11 @@ class Chunk(NamedTuple):
 class AnyBasePlan(Plan):
     """The base steps, and the move follows."""
 
-    def __init__(self, base: Optimizer, entries: Sequence[Entry], pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, base: Optimizer, entries: Sequence[Entry], pieces: Sequence[Piece], *, may_fuse_on_cpu: bool
+    ) -> None:
         super().__init__(base, entries, pieces)
+        self._may_fuse_on_cpu = may_fuse_on_cpu and not any(piece.is_sharded for piece in pieces)
         self._whole = [Chunk.of([(piece, Part(0, len(piece.params))) for piece in pieces])]
         self._chunks = list(_chunks(pieces))
 
@@ -73,7 +76,7 @@ class AnyBasePlan(Plan):
         chunks, scales = self._chunks_for(closure), decision.scales()
         for piece in self.pieces:
             piece.begin([part for chunk in chunks for other, part in chunk.parts if other is piece])
-        with _at_unit_lr(self.base, unit), _skipping(self.base, decision):
+        with _at_unit_lr(self.base, unit), _skipping(self.base, decision), _fused(self.base, self._fuses_on_cpu()):
             if len(chunks) == 1:
                 result = self._play_one(chunks[0], started, scales, closure)
             else:
@@ -83,6 +86,9 @@ class AnyBasePlan(Plan):
         for piece in self.pieces:
             piece.moved()
         return result
+
+    def _fuses_on_cpu(self) -> bool:
+        return self._may_fuse_on_cpu and bases.can_fuse_on_cpu(self.base, (p for x in self.pieces for p in x.params))
 
     def _play_one(self, chunk: Chunk, started: list[Any], scales: Tensor, closure: Closure | None) -> Any:
         snapshots = started.pop() if started else chunk.snapshot()  # gone when this returns: never two of them
@@ -136,6 +142,21 @@ def _at_unit_lr(base: Optimizer, unit: float) -> Iterator[None]:
     finally:
         for group, lr in zip(base.param_groups, lrs, strict=True):
             group["lr"] = lr
+
+
+@contextmanager
+def _fused(base: Optimizer, wanted: bool) -> Iterator[None]:
+    """Has the base step by torch's fused kernel, which its groups leave open."""
+    if not wanted:
+        yield
+        return
+    try:
+        for group in base.param_groups:
+            group["fused"] = True
+        yield
+    finally:
+        for group in base.param_groups:
+            group["fused"] = None
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
+    "can_fuse_on_cpu",
     "check_supported",
     "has_state_before_step",
     "is_linear_in_lr",
@@ -30,6 +31,7 @@ _OTHERS_LINEAR_IN_LR = (
 """By name: nobody who does not use them has to import them."""
 
 _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
+_FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
 
 
 def is_linear_in_lr(base: Optimizer) -> bool:
@@ -43,6 +45,24 @@ def is_linear_in_lr(base: Optimizer) -> bool:
 def steps_parameters_independently(base: Optimizer) -> bool:
     """Whether the base may be stepped in parts."""
     return _is_torchs(type(base), (*_LINEAR_IN_LR, "Rprop", "Adafactor", "ASGD"))
+
+
+def can_fuse_on_cpu(base: Optimizer, params: Iterable[Tensor]) -> bool:
+    """Whether torch's fused CPU kernel can make this step, and the user has not asked for another way.
+
+    torch takes it only when told to, though it is the fastest; it walks memory, so all must lie there in one order.
+    """
+    if not _is_torchs(type(base), _FUSED_ON_CPU):
+        return False
+    if any(g["foreach"] is not None or g["fused"] is not None or g.get("capturable") for g in base.param_groups):
+        return False
+    return all(
+        p.device.type == "cpu"
+        and p.is_floating_point()
+        and p.is_contiguous()
+        and (p.grad is None or p.grad.is_contiguous())
+        for p in params
+    )
 
 
 def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:

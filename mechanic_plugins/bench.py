@@ -76,8 +76,8 @@ def bases(device: torch.device) -> dict[str, Factory]:
     return _bases("fused" if device.type == "cuda" else "foreach")
 
 
-def _bases(form: str) -> dict[str, Factory]:
-    fast: dict[str, Any] = {form: True}
+def _bases(form: str | None) -> dict[str, Factory]:
+    fast: dict[str, Any] = {} if form is None else {form: True}
     return {
         "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, **fast),
         "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, **fast),
@@ -94,22 +94,28 @@ def rivals(base: str, device: torch.device) -> dict[str, Factory]:
         for backend in backends
     }
     if device.type != "cuda" and base != "lion":
-        fused = _bases("fused")[base]
-        found["base alone, fused"] = fused
-        found["mechanic, fused base"] = lambda params: mechanize(fused(params))
+        as_it_comes = _bases(None)[base]
+        found["base alone, fused"] = _bases("fused")[base]
+        found["mechanic"] = lambda params: mechanize(as_it_comes(params))
     if base != "adamw":
         return found
     peers: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
         "mechanic_pytorch": lambda module, params: module.mechanize(torch.optim.AdamW)(params, lr=1.0),
         "prodigyopt": lambda module, params: module.Prodigy(params),
         "dadaptation": lambda module, params: module.DAdaptAdam(params),
-        "schedulefree": lambda module, params: module.AdamWScheduleFree(params),
+        "schedulefree": _schedule_free,
     }
     for name, build in peers.items():
         module = _installed(name)
         if module is not None:
             found[name] = functools.partial(build, module)
     return found
+
+
+def _schedule_free(module: Any, params: list[nn.Parameter]) -> Any:
+    optimizer = module.AdamWScheduleFree(params)
+    optimizer.train()
+    return optimizer
 
 
 def _installed(name: str) -> Any:

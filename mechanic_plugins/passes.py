@@ -65,7 +65,8 @@ class Passes:
         assert pointed
         if self._can_fuse(entries):
             return _Fusing(self.base, entries, pieces, lambda: self._keep(key, self._fused_plan(entries)))
-        return self._keep(key, AnyBasePlan(self.base, entries, pieces))
+        plan = AnyBasePlan(self.base, entries, pieces, may_fuse_on_cpu=self.backend == "auto")
+        return self._keep(key, plan)
 
     def _fused_plan(self, entries: Sequence[Entry]) -> FusedPlan:
         fused.prepare(self.base, [entry.param for entry in entries])

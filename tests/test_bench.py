@@ -13,7 +13,7 @@ import torch
 
 from mechanic_plugins import bench, costs
 
-MECHANICS = ["mechanic, foreach", "base alone, fused", "mechanic, fused base"]
+MECHANICS = ["mechanic, foreach", "base alone, fused", "mechanic"]
 PEERS = ("mechanic_pytorch", "prodigyopt", "dadaptation", "schedulefree")
 
 

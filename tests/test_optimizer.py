@@ -592,6 +592,50 @@ def test_clipped_and_accumulated_gradients_are_what_is_seen() -> None:
     assert total.item() == pytest.approx(0.1, rel=1e-3)
 
 
+# ------------------------------------------------------------------------------------------------ fused on a CPU
+
+FUSED_ON_CPU = [row for row in OPTIMIZERS if row.name in ("Adam", "AdamW", "SGD")]
+
+
+@pytest.mark.parametrize("row", FUSED_ON_CPU, ids=str)
+@pytest.mark.parametrize(("backend", "same_as"), [("auto", "fused"), ("foreach", "for-loop")])
+def test_a_cpu_steps_by_torchs_fused_kernel_unless_told_otherwise(row: Row, backend: Any, same_as: str) -> None:
+    models = perceptron(), perceptron()
+    opt = mechanize(row.cls(models[0].parameters(), **row.kwargs), backend=backend)
+    train(models[0], opt, 20)
+    train(models[1], mechanize(row.build(models[1].parameters(), same_as)), 20)
+    assert not differences(models[0].state_dict(), models[1].state_dict())
+    assert [group["fused"] for group in opt.param_groups] == [None]
+
+
+def test_weights_that_lie_in_another_order_than_their_gradients_are_not_walked_together() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    weights = [nn.Parameter(x.clone().t()), nn.Parameter(x.t().contiguous())]
+    for weight in weights:
+        opt = mechanize(ADAMW([weight], lr=1.0), s_init=1e-2)
+        for step in range(10):
+            weight.grad = (weight.detach() - step).contiguous()
+            opt.step()
+    torch.testing.assert_close(weights[0], weights[1])
+    assert not torch.equal(weights[0], x.t())
+
+
+def test_an_error_in_the_fused_kernel_leaves_the_groups_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError
+
+    model = perceptron()
+    opt = mechanize(ADAMW(model.parameters()))
+    train(model, opt, 3)
+    before = copy.deepcopy(model.state_dict())
+    backward(model, 3)
+    monkeypatch.setattr(torch, "_fused_adamw_", fails)
+    with pytest.raises(MemoryError):
+        opt.step()
+    assert not differences(before, model.state_dict())
+    assert [group["fused"] for group in opt.param_groups] == [None]
+
+
 # ------------------------------------------------------------------------------------------------ errors half way
 
 
