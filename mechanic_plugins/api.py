@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from mechanic_plugins import checkpoint
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.passes import Backend, check_backend
-from mechanic_plugins.settings import Rule, Scope, Settings
+from mechanic_plugins.settings import Preset, Rule, Scope, Settings
 
 __all__ = ["Mechanized", "Options", "demechanize", "mechanize"]
 
@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
     s_decay: float
     eps: float
     rule: Rule
-    preset: Literal["paper"] | None
+    preset: Preset | None
     normalize_lr: bool
     smoothing: float
     recenter: bool
@@ -71,7 +71,7 @@ def mechanize(
     s_decay: float = 0.01,
     eps: float = 1e-8,
     rule: Rule = "paper",
-    preset: Literal["paper"] | None = None,
+    preset: Preset | None = None,
     normalize_lr: bool = True,
     smoothing: float = 0.0,
     recenter: bool = False,
@@ -96,7 +96,8 @@ def mechanize(
         s_decay: The paper's lambda, a pull on the scale towards small weights.
         eps: Guards a division.
         rule: Which published tuner: "paper", "experiments", "optax" or "theory".
-        preset: "paper" sets the paper's constants; a value beside it that is not the default wins.
+        preset: "paper" sets the paper's constants, "recentred" those of the README's "Short runs"; a value beside it
+            that is not the default wins.
         normalize_lr: Let the result not depend on the base's lr: the constants above are stated for an lr of 1.
         smoothing: Play a log-average of the scale; 0 plays it as it is.
         recenter: When the scale reaches a new peak, move the centre along, so that updates made while the scale was

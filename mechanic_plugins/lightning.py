@@ -27,7 +27,7 @@ from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.checkpoint import DELTA, strip
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.passes import Backend
-from mechanic_plugins.settings import Rule, Scope
+from mechanic_plugins.settings import Preset, Rule, Scope
 
 __all__ = ["Mechanic", "demechanize_checkpoint"]
 
@@ -87,7 +87,8 @@ class Mechanic(Callback):
         s_decay: The paper's lambda, a pull on the scale towards small weights.
         eps: Guards a division.
         rule: Which published tuner: "paper", "experiments", "optax" or "theory".
-        preset: "paper" sets the paper's constants; what you pass beside it wins.
+        preset: "paper" sets the paper's constants, "recentred" those of the README's "Short runs"; what you pass
+            beside it wins.
         normalize_lr: Let the result not depend on the optimizer's lr: the constants above are stated for an lr of 1.
         smoothing: Play a log-average of the scale; 0 plays it as it is.
         recenter: When the scale reaches a new peak, move the centre along.
@@ -109,7 +110,7 @@ class Mechanic(Callback):
         s_decay: float = 0.01,
         eps: float = 1e-8,
         rule: Rule = "paper",
-        preset: Literal["paper"] | None = None,
+        preset: Preset | None = None,
         normalize_lr: bool = True,
         smoothing: float = 0.0,
         recenter: bool = False,

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from mechanic_plugins.api import Options
 from mechanic_plugins.passes import Backend
-from mechanic_plugins.settings import Rule, Scope
+from mechanic_plugins.settings import Preset, Rule, Scope
 
 __all__ = ["PARSERS", "literal", "split_optim_args"]
 
@@ -81,7 +81,7 @@ PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "s_decay": _NUMBER,
     "eps": _NUMBER,
     "rule": _one_of(*get_args(Rule)),
-    "preset": _one_of("paper"),
+    "preset": _one_of(*get_args(Preset)),
     "normalize_lr": _FLAG,
     "first_move": _NUMBER,
     "smoothing": _NUMBER,

@@ -10,14 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-__all__ = ["PRESETS", "Rule", "Scope", "Settings"]
+__all__ = ["PRESETS", "Preset", "Rule", "Scope", "Settings"]
 
+Preset = Literal["paper", "recentred"]
 Rule = Literal["paper", "experiments", "optax", "theory"]
 Scope = Literal["all", "group"]
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"rule": "paper", "s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, "smoothing": 0.0, "recenter": False},
+    "recentred": {"first_move": 1e-4, "s_decay": 0.0, "smoothing": 0.97, "recenter": True},
 }
+"""The paper's constants, and what was best in runs of 500 and more steps (examples/benchmarks/quality)."""
 
 
 @dataclass(frozen=True, kw_only=True)

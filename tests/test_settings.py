@@ -59,7 +59,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"rule": None}, ("got None", "must be one of 'paper', 'experiments', 'optax', 'theory'")),
     ({"scope": "layer"}, ("got 'layer'", "must be one of 'all', 'group'")),
     ({"scope": None}, ("got None", "must be one of 'all', 'group'")),
-    ({"preset": "optax"}, ("got 'optax'", "must be one of 'paper'")),
+    ({"preset": "optax"}, ("got 'optax'", "must be one of 'paper', 'recentred'")),
     ({"normalize_lr": 1}, ("got 1", "must be True or False")),
     ({"normalize_lr": None}, ("got None", "must be True or False")),
 ]
@@ -110,6 +110,13 @@ def test_the_papers_preset_sets_its_constants_and_a_value_beside_it_wins() -> No
     assert (plain.s_init, plain.s_decay, plain.eps, plain.rule) == (1e-8, 0.01, 1e-8, "paper")
     mixed = mechanize(torch.optim.SGD, preset="paper", s_decay=0.5, s_init=1e-3, scope="group").settings
     assert (mixed.s_init, mixed.s_decay, mixed.scope) == (1e-3, 0.5, "group")
+
+
+def test_the_recentred_preset_is_what_the_readme_says() -> None:
+    spelled_out = mechanize(torch.optim.SGD, recenter=True, smoothing=0.97, first_move=1e-4, s_decay=0.0).settings
+    assert mechanize(torch.optim.SGD, preset="recentred").settings == spelled_out
+    with pytest.raises(ValueError, match="recenter must be False with rule='theory'"):
+        mechanize(torch.optim.SGD, preset="recentred", rule="theory")
 
 
 def test_a_base_with_a_longer_step_gets_constants_for_the_same_trajectory() -> None:

@@ -43,7 +43,9 @@ class Method:
     schedule: bool = True
 
     def is_for(self, problem: Problem) -> bool:
-        """Whether it can train this problem here."""
+        """Whether it can train this problem here, and would tell something."""
+        if problem.family == "trends" and self.package != "mechanic_plugins":
+            return False
         return problem.base in self.bases and importlib.util.find_spec(self.package) is not None
 
     def lrs_for(self, problem: Problem) -> tuple[float, ...]:
@@ -102,7 +104,7 @@ METHODS: dict[str, Method] = {
     "sweep": Method(base_optimizer, None),
     "mechanic": mechanic(),
     "mechanic, other lrs": mechanic(1e-6, 1e-3, 10.0),
-    "mechanic, recentred": mechanic(first_move=1e-4, s_decay=0.0, smoothing=0.97, recenter=True),
+    "mechanic, recentred": mechanic(preset="recentred"),
     "mechanic, preset paper": mechanic(preset="paper"),
     "mechanic_pytorch": Method(_mechanic_pytorch, package="mechanic_pytorch"),
     "prodigy": Method(_prodigy, package="prodigyopt", bases=("adamw",)),

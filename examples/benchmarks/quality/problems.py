@@ -23,7 +23,16 @@ __all__ = ["FAMILIES", "Problem", "Size", "Task", "problems"]
 
 Size = Literal["smoke", "cpu", "gpu"]
 Base = Literal["adamw", "sgd", "lion"]
-FAMILIES = ("convex", "images", "language", "language, 500 steps", "language, 1000 steps", "fine-tuning", "streams")
+FAMILIES = (
+    "convex",
+    "images",
+    "language",
+    "language, 500 steps",
+    "language, 1000 steps",
+    "fine-tuning",
+    "streams",
+    "trends",
+)
 
 
 def half_decades(low: float, high: float) -> tuple[float, ...]:
@@ -52,7 +61,7 @@ class Problem:
     family: str
     base: Base
     lrs: Sequence[float]
-    """The sweep. Its best must not lie at an end."""
+    """The sweep. Its best must not lie at an end. Empty where only the learned scale is of interest."""
     steps: int
     build: Callable[[Sequence[int], torch.device], Task]
     """From seeds, one for each member, and a device."""
@@ -292,6 +301,7 @@ def problems(size: Size, folder: Path | None, encoder: str | None, cache: Path) 
         *_language_rows(size, folder),
         *_tuning_rows(size, folder, encoder, cache),
         *_stream_rows(size, folder),
+        *_trend_rows(size, folder),
     ]
 
 
@@ -378,3 +388,16 @@ def _stream_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     build = functools.partial(_stream, folder, 4)
     lrs = half_decades(1e-3, 1)
     yield Problem("stream of digits, sgd", "streams", "sgd", lrs, steps, build, schedule="constant", warmup=0.0)
+
+
+def _trend_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
+    """How the learned scale moves with the batch and with the model: no sweep is needed for that."""
+    shape, batch = _GPT[size]
+    steps = 40 if size == "smoke" else 500
+    name = "sources" if folder is None else "austen"
+    sizes = [(batch // 4, shape["width"]), (batch, shape["width"]), (4 * batch, shape["width"])]
+    sizes += [(batch, shape["width"] // 2), (batch, 2 * shape["width"])]
+    for rows, width in sizes:
+        build = functools.partial(_language, folder, name, {**shape, "width": width}, rows)
+        label = f"{name}, adamw, batch {rows}, width {width}"
+        yield Problem(label, "trends", "adamw", (), steps, build, clip=1.0, weight_decay=0.1)

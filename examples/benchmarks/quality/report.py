@@ -176,6 +176,28 @@ def lr_table(results: Results) -> str:
     return table(["problem", *(f"lr {lr:g}" for lr in lrs), "spread"], rows) if rows else ""
 
 
+def trend_table(results: Results) -> str:
+    """The learned learning rate against the batch and the model's width: the mean of the logarithm, second half."""
+    rows = []
+    methods = [name for name in results.methods() if name.startswith("mechanic, re") or name == "mechanic"]
+    for problem, by_method in results.runs.items():
+        if problem_family(by_method) != "trends":
+            continue
+        cells = []
+        for method in methods:
+            runs = results.of(problem, method)
+            learned = [lr for run in runs for lr in run["effective_lrs"][len(run["effective_lrs"]) // 2 :]]
+            cells.append(f"{geometric_mean(learned):.2e}" if learned else "")
+        rows.append([problem, *cells])
+    return table(["problem", *methods], rows) if rows else ""
+
+
+def problem_family(by_method: dict[str, dict[float, list[Record]]]) -> str:
+    """Every record has it."""
+    family: str = next(iter(next(iter(by_method.values())).values()))[0]["family"]
+    return family
+
+
 def collapses(results: Results) -> list[str]:
     """Runs of Mechanic's defaults that ended far from the sweep's best."""
     found = []
@@ -272,7 +294,7 @@ Divided by the schedule's factor: what a fixed peak learning rate would have to 
 
 ![learned learning rates](learning_rates.png)
 
-{lrs}{convex}## On data that was not trained on
+{lrs}{trends}{convex}## On data that was not trained on
 
 {test}
 """
@@ -281,10 +303,11 @@ Divided by the schedule's factor: what a fixed peak learning rate would have to 
 def page(results: Results, records: Sequence[Record]) -> str:
     """All of it."""
     bad = collapses(results)
-    total = len([record for record in records if record["method"] == "mechanic"])
+    judged = [problem for problems in results.families().values() for problem in problems]
+    total = sum(len(results.of(problem, "mechanic")) for problem in judged)
     ended = f"{len(bad)} ended with more than {COLLAPSED:g} times the best loss"
     lines = [f"Of {total} runs of Mechanic's defaults, {ended}."]
-    lrs, convex = lr_table(results), convex_table(results)
+    lrs, convex, trends = lr_table(results), convex_table(results), trend_table(results)
     return _PAGE.format(
         runs=len(records),
         solved=SOLVED,
@@ -293,6 +316,7 @@ def page(results: Results, records: Sequence[Record]) -> str:
         collapsed="\n".join([*lines, *(f"- {line}" for line in bad)]),
         problems=problem_table(results),
         lrs=f"## The base's own learning rate\n\n{lrs}\n\n" if lrs else "",
+        trends=f"## Against the batch and the model's width\n\n{trends}\n\n" if trends else "",
         convex=f"## Training accuracy of the convex problems, per cent\n\n{convex}\n\n",
         test=test_table(results),
     )
