@@ -7,6 +7,9 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
+# These run several ranks at a time and want the machine for themselves; the other tests share it.
+ON_RANKS := $(addprefix tests/,deepspeed_plugin distributed lightning transformers_plugin)
+
 .PHONY: help install test lint format demo clean
 
 help:
@@ -31,7 +34,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 test: $(INSTALLED)
 	@# minutes the first time, nothing after that; without a compiler it says what will be skipped
 	$(BIN)/python tests/deepspeed_plugin/build_ops.py
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(ON_RANKS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ON_RANKS))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
