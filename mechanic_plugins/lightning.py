@@ -87,8 +87,8 @@ class Mechanic(Callback):
         s_decay: The paper's lambda, a pull on the scale towards small weights.
         eps: Guards a division.
         rule: Which published tuner: "paper", "experiments", "optax" or "theory".
-        preset: "paper" sets the paper's constants, "recentred" those of the README's "Short runs"; what you pass
-            beside it wins.
+        preset: "paper" sets the paper's constants, "recentred" those of the README's "Short runs"; a value
+            beside it that is not the default wins.
         normalize_lr: Let the result not depend on the optimizer's lr: the constants above are stated for an lr of 1.
         smoothing: Play a log-average of the scale; 0 plays it as it is.
         recenter: When the scale reaches a new peak, move the centre along.

@@ -60,8 +60,8 @@ class Ranks:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """What the function returned, by rank. The first failure of any rank fails the caller, and ends them all.
 
-        After a signal it runs once more, on new ranks: a fault of its own comes again. Once in some thousand runs the
-        heap of a rank was found corrupted, in code that does nothing but call torch; nothing has shown the cause yet.
+        After a signal it runs once more, on new ranks, and a warning says so: a fault of its own comes again. A
+        corrupted heap was seen once, in code that does nothing but call torch, and its cause was never found.
         """
         try:
             return self._ask(function, args, kwargs)
