@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-SAVED, LAST = 5, 10
+SAVED, LAST = 3, 11
 
 DCP_OPTIONS = {
     "sharded": {},
@@ -140,13 +140,13 @@ DCP = ["sharded", "flattened", "full", "broadcast"]
 CASES = [
     ("ddp", 2, False, ["torch.save", *DCP]),
     ("fsdp2", 2, False, ["torch.save", *DCP]),
-    ("fsdp2", 4, False, ["torch.save", "sharded"]),
-    ("hsdp", 4, False, ["sharded", "flattened", "full"]),
+    ("fsdp2", 4, False, ["torch.save", "sharded", "flattened"]),
+    ("hsdp", 4, False, ["torch.save", "sharded", "flattened", "full"]),
     ("tp", 2, True, ["torch.save", "sharded", "full"]),
-    ("fsdp2_tp", 4, True, ["sharded", "full"]),
+    ("fsdp2_tp", 4, True, ["torch.save", "sharded", "full"]),
     ("fsdp1_full_shard_original", 2, False, ["torch.save", "sharded", "flattened", "fsdp1_full", "fsdp1_sharded"]),
     ("fsdp1_full_shard_flat", 2, False, ["torch.save", "sharded", "flattened", "fsdp1_full", "fsdp1_sharded"]),
-    ("fsdp1_hybrid_shard_original", 4, False, ["sharded", "fsdp1_full"]),
+    ("fsdp1_hybrid_shard_original", 4, False, ["torch.save", "sharded", "fsdp1_full"]),
 ]
 
 
