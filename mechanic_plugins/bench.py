@@ -146,11 +146,23 @@ def measure(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     repeats: int = 25,
+    queued: int | None = None,
 ) -> Iterator[Result]:
-    """Each rival's cost beside the base's, measured in turn so that both see the same machine."""
+    """Each rival's cost beside the base's, measured in turn so that both see the same machine.
+
+    Args:
+        shapes: Of the parameters.
+        base: A key of `bases`.
+        device: Where they are.
+        dtype: Of the parameters.
+        repeats: How often each is timed; the median counts.
+        queued: Steps that are started before the device is waited for: 10 on a GPU, as in training, where the host
+            runs ahead. 1 counts the host's part of every step, which a backward pass hides.
+    """
+    queued = queued or (10 if device.type == "cuda" else 1)
     plain, speed = {ALONE: bases(device)[base]}, copy_speed(device)
     for others in ({}, *({name: factory} for name, factory in rivals(base, device).items())):
-        *_, result = _compare(shapes, {**plain, **others}, device=device, dtype=dtype, repeats=repeats)
+        *_, result = _compare(shapes, {**plain, **others}, device=device, dtype=dtype, repeats=repeats, queued=queued)
         yield _against_limit(result, base, speed, itemsize=dtype.itemsize)
 
 
@@ -169,6 +181,7 @@ def _compare(
     device: torch.device,
     dtype: torch.dtype,
     repeats: int,
+    queued: int,
 ) -> Iterator[Result]:
     runs = {name: _Run(shapes, factory, device, dtype) for name, factory in factories.items()}
     for run in runs.values():
@@ -176,7 +189,7 @@ def _compare(
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
-            times[name].append(run.timed())
+            times[name].append(run.timed(queued))
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, run in runs.items():
         ratio = statistics.median(a / b for a, b in zip(times[name], times[ALONE], strict=True))
@@ -210,21 +223,20 @@ class _Run:
             p.grad = 1e-3 * torch.randn(p.shape, device=device, generator=generator).to(dtype)
         self.optimizer: Optimizer = factory(self.params)
         self.count = sum(p.numel() for p in self.params)
-        self.steps_at_once = 10 if device.type == "cuda" else 1
 
     def warm_up(self) -> None:
         for _ in range(3):
             self.optimizer.step()
         self._wait()
 
-    def timed(self) -> float:
-        """Seconds a step. On a GPU several are queued, as in training, where the host runs ahead."""
+    def timed(self, queued: int) -> float:
+        """Seconds a step, of several that are started before the device is waited for."""
         self._wait()
         start = time.perf_counter()
-        for _ in range(self.steps_at_once):
+        for _ in range(queued):
             self.optimizer.step()
         self._wait()
-        return (time.perf_counter() - start) / self.steps_at_once
+        return (time.perf_counter() - start) / queued
 
     def state_bytes(self) -> int:
         tensors = (t for state in self.optimizer.state.values() for t in _tensors(state))
@@ -324,12 +336,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["124M"] if default == "cuda" else ["10M"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--repeats", type=int, default=25)
+    help_queued = "steps started before the device is waited for: 10 on a GPU; 1 counts the host's part of every step"
+    parser.add_argument("--queued", type=int, help=help_queued)
     parser.add_argument("--json", type=Path, help="write the results here, one object a line")
     parser.add_argument("--plot", type=Path, help="draw time and launches here (needs matplotlib)")
     parser.add_argument("--ranks", action="store_true", help="show only what the all-reduce costs, by NCCL's own model")
     arguments = parser.parse_args(argv)
     if arguments.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {arguments.repeats}: a median needs a value")
+    if arguments.queued is not None and arguments.queued < 1:
+        parser.error(f"--queued must be at least 1, got {arguments.queued}: no step would be timed")
     return arguments
 
 
@@ -343,7 +359,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     for size in arguments.sizes:
         dtype, shapes = getattr(torch, arguments.dtype), gpt2_shapes(*SIZES[size])
-        for result in measure(shapes, arguments.base, device=device, dtype=dtype, repeats=arguments.repeats):
+        how: dict[str, Any] = {"dtype": dtype, "repeats": arguments.repeats, "queued": arguments.queued}
+        for result in measure(shapes, arguments.base, device=device, **how):
             results.append(result)
             print(f"{size}: {result.name}: {result.ratio:.3f}", file=sys.stderr, flush=True)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -72,6 +72,18 @@ def test_a_number_of_repeats_that_gives_no_median_is_refused(capsys: pytest.Capt
     assert "--repeats must be at least 1, got 0" in capsys.readouterr().err
 
 
+def test_a_queue_without_a_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--queued", "0"])
+    assert "--queued must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_all_steps_of_a_queue_are_made() -> None:
+    run = bench._Run([(2, 2)], bench.bases(torch.device("cpu"))["adamw"], torch.device("cpu"), torch.float32)
+    assert run.timed(3) > 0
+    assert run.optimizer.state[run.params[0]]["step"] == 3
+
+
 def test_the_defaults_are_sizes_that_exist() -> None:
     assert set(bench._arguments([]).sizes) <= set(bench.SIZES)
 
