@@ -74,7 +74,7 @@ def load(path, parts):
 def main():
     parser = argparse.ArgumentParser(description="Train on scikit-learn's digits without choosing a learning rate.")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--clip", type=float, default=1.0, help="the gradient's largest norm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, default=Path("digits.pt"), help="saved after every epoch")

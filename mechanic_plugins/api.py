@@ -22,15 +22,15 @@ class Options(TypedDict, total=False):
     """The keywords of `mechanize`, for those who pass them on."""
 
     betas: Sequence[float]
-    s_init: float | Literal["auto"]
-    first_move: float
-    s_decay: float
-    eps: float
+    s_init: float | Literal["auto"] | None
+    first_move: float | None
+    s_decay: float | None
+    eps: float | None
     rule: Rule
     preset: Preset | None
     normalize_lr: bool
-    smoothing: float
-    recenter: bool
+    smoothing: float | None
+    hindsight: float | None
     scope: Scope
     max_scale: float | None
     group: dist.ProcessGroup | None
@@ -66,15 +66,15 @@ def mechanize(
     optimizer: Optimizer | type[Optimizer],
     *,
     betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999),
-    s_init: float | Literal["auto"] = "auto",
-    first_move: float = 1e-6,
-    s_decay: float = 0.01,
-    eps: float = 1e-8,
+    s_init: float | Literal["auto"] | None = None,
+    first_move: float | None = None,
+    s_decay: float | None = None,
+    eps: float | None = None,
     rule: Rule = "paper",
     preset: Preset | None = None,
     normalize_lr: bool = True,
-    smoothing: float = 0.0,
-    recenter: bool = False,
+    smoothing: float | None = None,
+    hindsight: float | None = None,
     scope: Scope = "all",
     max_scale: float | None = None,
     group: dist.ProcessGroup | None = None,
@@ -86,22 +86,22 @@ def mechanize(
         opt = mechanize(torch.optim.AdamW(model.parameters()))           # an instance
         opt = mechanize(torch.optim.AdamW, s_decay=0.0)(model.parameters())  # a class
 
-    The base's lr, weight decay and schedule keep their meaning: the learning rate in force is `scale * lr`.
+    The base's lr, weight decay and schedule keep their meaning: the learning rate in force is `scale * lr`. What is
+    left None has the value in brackets, or the preset's.
 
     Args:
         optimizer: Any torch optimizer, or its class.
         betas: The memories of the tuners whose bets are added up.
-        s_init: The first scale. "auto" makes the first move the share `first_move` of the weights' norm.
-        first_move: See s_init; a millionth.
-        s_decay: The paper's lambda, a pull on the scale towards small weights.
-        eps: Guards a division.
+        s_init: The first scale ["auto": the first move is the share `first_move` of the weights' norm].
+        first_move: See s_init [1e-4].
+        s_decay: The paper's lambda, a pull on the scale towards small weights [0].
+        eps: Guards a division [1e-8].
         rule: Which published tuner: "paper", "experiments", "optax" or "theory".
-        preset: "paper" sets the paper's constants, "recentred" those of the README's "Short runs"; a value beside it
-            that is not the default wins.
+        preset: "paper" sets the paper's constants.
         normalize_lr: Let the result not depend on the base's lr: the constants above are stated for an lr of 1.
-        smoothing: Play a log-average of the scale; 0 plays it as it is.
-        recenter: When the scale reaches a new peak, move the centre along, so that updates made while the scale was
-            small are not replayed at the larger one.
+        smoothing: Play a log-average of the scale; 0 plays it as it is [0.98; 0 with a rule other than "paper"].
+        hindsight: The share of a change of scale that the updates of the past follow: 1 plays all of them again at the
+            new scale, as published; 0 leaves the weights where they are [0.3; 1 with a rule other than "paper"].
         scope: "all" learns one scale, "group" one for each param group.
         max_scale: Never play a scale above this.
         group: The ranks that share the parameters, where that is not all ranks.
@@ -123,7 +123,7 @@ def mechanize(
         rule=rule,
         normalize_lr=normalize_lr,
         smoothing=smoothing,
-        recenter=recenter,
+        hindsight=hindsight,
         scope=scope,
         max_scale=max_scale,
     )

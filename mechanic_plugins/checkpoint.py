@@ -41,7 +41,7 @@ REF = "mechanic_ref"
 StateDict = dict[str, Any]
 _VECTORS = ("s", "r", "m", "v")
 _THEORY_VECTORS = ("q", "w0")
-_SCALARS = ("s_init", "played", "h", "peak")
+_SCALARS = ("s_init", "played", "h")
 
 
 @dataclass

@@ -42,7 +42,7 @@ def advance(
     from mechanic_plugins import triton_kernels as kernels
 
     tuners, n = state.s.shape
-    width = 6 * n + 4
+    width = 6 * n + 3
     old = _packed(state)
     out = torch.empty(tuners * (width + 4) + 2, dtype=torch.float64, device=sums.device)
     new, scales, new_counters = torch.split(out, [tuners * width, tuners * 4, 2])
@@ -61,7 +61,7 @@ def advance(
         SMOOTHING=settings.smoothing != 0,
         CAPPED=settings.max_scale is not None,
         FROZEN=hold,
-        RECENTER=settings.recenter,
+        HINDSIGHT=settings.hindsight != 1,
         NUMBERS=_power(tuners * 5 + 1),
         n=n,
         N=_power(n),
@@ -76,28 +76,23 @@ def advance(
 
 
 def constants_of(settings: Settings) -> tuple[float, ...]:
-    """s_decay, eps, s_init or its fraction, the cap and the smoothing."""
+    """s_decay, eps, s_init or its fraction, the cap, the smoothing and the hindsight."""
     s_init = settings.first_move if settings.s_init == "auto" else settings.s_init
-    return settings.s_decay, settings.eps, s_init, settings.max_scale or 0.0, settings.smoothing
+    return settings.s_decay, settings.eps, s_init, settings.max_scale or 0.0, settings.smoothing, settings.hindsight
 
 
 def _packed(state: TunerState) -> Tensor:
     """One row for each tuner."""
     base = state.s._base
-    if (
-        base is not None
-        and state.peak._base is base
-        and base.dim() == 1
-        and state.s.stride(0) == 6 * state.s.shape[1] + 4
-    ):
+    if base is not None and state.h._base is base and base.dim() == 1 and state.s.stride(0) == 6 * state.s.shape[1] + 3:
         return state.s
     return torch.cat(list(state), dim=1)
 
 
 def _unpacked(table: Tensor) -> TunerState:
     """Views of the rows."""
-    n = (table.shape[1] - 4) // 6
-    return TunerState(*torch.split(table, [n] * 6 + [1] * 4, dim=1))
+    n = (table.shape[1] - 3) // 6
+    return TunerState(*torch.split(table, [n] * 6 + [1] * 3, dim=1))
 
 
 def _power(number: int) -> int:

@@ -122,7 +122,7 @@ def _real(t: Tensor) -> Tensor:
 
 
 def move(slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, kept: Tensor) -> None:
-    """From the base's weights to Mechanic's: x = old + (after - before) * delta + after * u, delta = kept (delta + u).
+    """From the base's weights to Mechanic's: delta = kept * delta + u, and x = x_ref + after * delta.
 
     u = x - old is what the base did. `olds` is read only, so that a caller can go back to it if anything raises.
     All slots have a delta and share one device and dtype.
@@ -131,32 +131,30 @@ def move(slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after
         for slot, old in zip(slots, olds, strict=True):
             _move_rounded(slot, old, before=before.float(), after=after.float(), kept=kept.float())
     else:
-        _move_by_difference(slots, olds, before=before, after=after, kept=kept)
+        _move_by_difference(slots, olds, before=before / kept, after=after, kept=kept)
 
 
 def _move_by_difference(
     slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, kept: Tensor
 ) -> None:
+    """Here `before` is the scale for the new delta that the weights were made at."""
     xs, deltas = [_real(s.x) for s in slots], [_real(_delta(s)) for s in slots]
     olds = [_real(old) for old in olds]
-    # before * u + (after - before) * (delta + u): the whole move, small beside x, so that x is rounded once
+    # before * u + (after - before) * delta, the new one: the whole move, small beside x, so that x is rounded once
     if xs[0].device.type == "cpu":
         factor, scale, share = before.item(), after.item(), kept.item()
         for x, delta, old in zip(*_in_cache(xs, deltas, olds), strict=True):
-            delta.add_(x.sub_(old))  # u
+            torch.add(x.sub_(old), delta, alpha=share, out=delta)  # x holds u
             if scale == 0:
                 x.mul_(factor).add_(delta, alpha=-factor).add_(old)
             else:  # the same in fewer operations
                 torch.lerp(x, delta, (scale - factor) / scale, out=x)
                 torch.add(old, x, alpha=scale, out=x)
-            if share != 1:
-                delta.mul_(share)
         return
     before, step, kept = (t.to(xs[0].dtype) for t in (before, after - before, kept))
     for x, delta, old in zip(xs, deltas, olds, strict=True):
-        delta.add_(x.sub_(old))
+        torch.addcmul(x.sub_(old), delta, kept, out=delta)
         x.mul_(before).addcmul_(delta, step).add_(old)
-        delta.mul_(kept)
 
 
 def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -170,19 +168,13 @@ def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], lis
 
 
 def _move_rounded(slot: Slot, old: Tensor, *, before: Tensor, after: Tensor, kept: Tensor) -> None:
-    """Low precision: x is the rounding of ref + scale * delta. Weights that somebody else moved take ref with them.
-
-    Where ref moves along with the weights, delta keeps what ref is too coarse for.
-    """
+    """Low precision: x is the rounding of ref + scale * delta. Weights that somebody else moved take ref with them."""
     delta, ref = _delta(slot), slot.ref
     assert ref is not None
     expected = torch.addcmul(ref.float(), delta, before)
     moved_outside = old != expected.to(old.dtype)
     ref.copy_(torch.where(moved_outside, old.float() - before * delta, ref.float()))
-    delta.add_(slot.x.float() - old.float())
-    centre = torch.where(kept < 1, ref.float() + after * (delta - kept * delta), ref.float()).to(ref.dtype)
-    delta.add_((ref.float() - centre.float()) / torch.where(after > 0, after, 1.0))
-    ref.copy_(centre)
+    torch.addcmul(slot.x.float() - old.float(), delta, kept, out=delta)
     slot.x.copy_(torch.addcmul(ref.float(), delta, after))
 
 

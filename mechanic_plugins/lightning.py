@@ -82,16 +82,16 @@ class Mechanic(Callback):
 
     Args:
         betas: The memories of the tuners whose bets are added up.
-        s_init: The first scale. "auto" makes the first move the share `first_move` of the weights' norm.
-        first_move: See s_init; a millionth.
-        s_decay: The paper's lambda, a pull on the scale towards small weights.
-        eps: Guards a division.
+        s_init: The first scale ["auto": the first move is the share `first_move` of the weights' norm].
+        first_move: See s_init [1e-4].
+        s_decay: The paper's lambda, a pull on the scale towards small weights [0].
+        eps: Guards a division [1e-8].
         rule: Which published tuner: "paper", "experiments", "optax" or "theory".
-        preset: "paper" sets the paper's constants, "recentred" those of the README's "Short runs"; a value
-            beside it that is not the default wins.
+        preset: "paper" sets the paper's constants. What is left None has the value in brackets, or the preset's.
         normalize_lr: Let the result not depend on the optimizer's lr: the constants above are stated for an lr of 1.
-        smoothing: Play a log-average of the scale; 0 plays it as it is.
-        recenter: When the scale reaches a new peak, move the centre along.
+        smoothing: Play a log-average of the scale; 0 plays it as it is [0.98; 0 with a rule other than "paper"].
+        hindsight: The share of a change of scale that the updates of the past follow; the paper's is 1 [0.3; 1 with a
+            rule other than "paper"].
         scope: "all" learns one scale for each optimizer, "group" one for each param group.
         max_scale: Never play a scale above this.
         group: The ranks that share the parameters, where that is not all ranks.
@@ -105,15 +105,15 @@ class Mechanic(Callback):
         self,
         *,
         betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999),
-        s_init: float | Literal["auto"] = "auto",
-        first_move: float = 1e-6,
-        s_decay: float = 0.01,
-        eps: float = 1e-8,
+        s_init: float | Literal["auto"] | None = None,
+        first_move: float | None = None,
+        s_decay: float | None = None,
+        eps: float | None = None,
         rule: Rule = "paper",
         preset: Preset | None = None,
         normalize_lr: bool = True,
-        smoothing: float = 0.0,
-        recenter: bool = False,
+        smoothing: float | None = None,
+        hindsight: float | None = None,
         scope: Scope = "all",
         max_scale: float | None = None,
         group: dist.ProcessGroup | None = None,
@@ -133,7 +133,7 @@ class Mechanic(Callback):
             preset=preset,
             normalize_lr=normalize_lr,
             smoothing=smoothing,
-            recenter=recenter,
+            hindsight=hindsight,
             scope=scope,
             max_scale=max_scale,
             group=group,

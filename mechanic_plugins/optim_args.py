@@ -85,7 +85,7 @@ PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "normalize_lr": _FLAG,
     "first_move": _NUMBER,
     "smoothing": _NUMBER,
-    "recenter": _FLAG,
+    "hindsight": _NUMBER,
     "scope": _one_of(*get_args(Scope)),
     "max_scale": _NUMBER,
     "sync_replicas": _FLAG,

@@ -77,7 +77,8 @@ class MechanicOptimizer(Wrapper):
             self._note_lrs()
             self._advance_tuner(sums, moves, progress)
         after = progress.tuner
-        return Decision(moves, before.played[:, 0], after.played[:, 0], kept_share(before, after)[:, 0])
+        kept = kept_share(before, after, hindsight=self.settings.hindsight)
+        return Decision(moves, before.played[:, 0], after.played[:, 0], kept[:, 0])
 
     def _decided_on_gpu(self, sums: Tensor, progress: Progress) -> Decision:
         """The same in one launch."""

@@ -6,6 +6,7 @@ starts a handful of launches.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,7 +39,7 @@ class Entry(NamedTuple):
 class Decision(NamedTuple):
     """What a step will do: whether it is made, and for each tuner the scale that was and will be played.
 
-    `kept` is the share of delta that stays: less than 1 where the centre moves along with the weights.
+    `kept` is what delta is multiplied by, so that less than all of it, or none, is played again at the new scale.
     """
 
     moves: bool | Tensor
@@ -48,7 +49,7 @@ class Decision(NamedTuple):
     packed: Tensor | None = None
 
     def scales(self) -> Tensor:
-        """Before, after, whether the step is made and what is kept, for each tuner."""
+        """Before, after, whether the step is made and what delta is multiplied by, for each tuner."""
         if self.packed is not None:
             return self.packed
         made = torch.as_tensor(self.moves, dtype=self.before.dtype, device=self.before.device)
@@ -65,6 +66,9 @@ class Piece:
         self.device: torch.device = entries[0].slot.x.device
         self.states: list[Any] = [base.state.get(p) for p in self.params]
         self.watched = [self._watched(state) for state in self.states]
+        self._places = [(s, name) for s, names in zip(self.states, self.watched, strict=True) for name in names]
+        self._tensors = [tensor for watched in self.watched for tensor in watched.values()]
+        self._is_complete = all(tensor is not None for tensor in self._tensors)
         self.rows = self._rows([entry.slot for entry in entries], by_kernels=by_kernels)
 
     def _rows(self, slots: Sequence[Slot], *, by_kernels: bool) -> Rows | Tensors:
@@ -79,11 +83,9 @@ class Piece:
 
     def is_current(self) -> bool:
         """Whether the state is still where it was: a load, or a change of paths, puts other tensors there."""
-        for state, tensors in zip(self.states, self.watched, strict=True):
-            for name, tensor in tensors.items():
-                if tensor is None or state.get(name) is not tensor:
-                    return False
-        return True
+        if not self._is_complete:
+            return False
+        return all(map(operator.is_, [state.get(name) for state, name in self._places], self._tensors))
 
     def point(self) -> bool:
         """Looks where weights and gradients are in this step; False where one is not like it was."""

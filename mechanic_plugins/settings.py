@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 __all__ = ["PRESETS", "Preset", "Rule", "Scope", "Settings"]
 
-Preset = Literal["paper", "recentred"]
+Preset = Literal["paper"]
 Rule = Literal["paper", "experiments", "optax", "theory"]
 Scope = Literal["all", "group"]
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"rule": "paper", "s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, "smoothing": 0.0, "recenter": False},
-    "recentred": {"first_move": 1e-4, "s_decay": 0.0, "smoothing": 0.97, "recenter": True},
+    "paper": {"s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, "smoothing": 0.0, "hindsight": 1.0},
 }
-"""The paper's constants, and what did better than the defaults in runs of 500 to 3,000 steps."""
+_AS_PUBLISHED = {"smoothing": 0.0, "hindsight": 1.0}
+"""With a rule other than "paper": those are there to be compared with what was published."""
+_LEFT_OPEN = ("s_init", "first_move", "s_decay", "eps", "smoothing", "hindsight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +30,12 @@ class Settings:
 
     betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
     s_init: float | Literal["auto"] = "auto"
-    first_move: float = 1e-6
-    s_decay: float = 0.01
+    first_move: float = 1e-4
+    s_decay: float = 0.0
     eps: float = 1e-8
     rule: Rule = "paper"
-    smoothing: float = 0.0
-    recenter: bool = False
+    smoothing: float = 0.98
+    hindsight: float = 0.3
     max_scale: float | None = None
     scope: Scope = "all"
     normalize_lr: bool = True
@@ -46,7 +47,7 @@ class Settings:
         if not (_is_number(self.first_move) and 0 < self.first_move < 1):
             raise ValueError(
                 f"first_move must be a number > 0 and < 1, got {self.first_move!r}: it is the share of the weights' "
-                "norm that the first move makes with s_init='auto'. The default is 1e-6, 1e-4 suits short runs."
+                "norm that the first move makes with s_init='auto'. The default is 1e-4."
             )
         _check_number("s_decay", self.s_decay, low=0.0, why="it is the weight of a norm penalty", out="0 turns it off")
         _check_number("eps", self.eps, low=0.0, why="it guards a division by sqrt(v)", out="the paper's value is 1e-8")
@@ -56,8 +57,13 @@ class Settings:
             low=0.0,
             high=1.0,
             why="it is the weight of the past in a moving average",
-            out="0 turns it off, 0.97 averages over about 30 steps",
+            out="0 turns it off, 0.98 averages over about 50 steps",
         )
+        if not (_is_number(self.hindsight) and 0 <= self.hindsight <= 1):
+            raise ValueError(
+                f"hindsight must be a number >= 0 and <= 1, got {self.hindsight!r}: it is the share of a change of "
+                "scale that the updates of the past follow. 1 is the paper's, 0 leaves the past alone."
+            )
         _check_choice("rule", self.rule, get_args(Rule))
         _check_choice("scope", self.scope, get_args(Scope))
         if self.rule in ("experiments", "optax") and self.eps == 0:
@@ -65,10 +71,10 @@ class Settings:
                 f"eps must be > 0 with rule={self.rule!r}, got {self.eps!r}: "
                 "that rule divides eps by eps in its first step. Use 1e-8, or rule='paper'."
             )
-        if self.rule == "theory" and self.recenter:
+        if self.rule == "theory" and self.hindsight != 1:
             raise ValueError(
-                "recenter must be False with rule='theory', got True: the rule's bound is one against a fixed centre. "
-                "Use rule='paper', or recenter=False."
+                f"hindsight must be 1 with rule='theory', got {self.hindsight!r}: the rule's bound is for weights that "
+                "are all played again at the new scale. Use rule='paper', or hindsight=1."
             )
         if self.rule == "theory" and self.smoothing:
             raise ValueError(
@@ -80,19 +86,19 @@ class Settings:
                 f"max_scale must be a finite number > 0, got {self.max_scale!r}: "
                 "the scale is capped there and would never leave zero. Leave it None for no cap."
             )
-        for name in ("normalize_lr", "recenter"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if not isinstance(self.normalize_lr, bool):
+            raise ValueError(f"normalize_lr must be True or False, got {self.normalize_lr!r}.")
 
     @classmethod
-    def from_preset(cls, preset: str | None, **values: Any) -> Settings:
-        """Settings from a preset's constants; values that differ from the defaults win over the preset's."""
+    def from_preset(cls, preset: str | None = None, **values: Any) -> Settings:
+        """Settings from a preset's constants, or from those that go with the rule; a constant that is not None wins."""
+        chosen = {name: value for name, value in values.items() if value is not None or name not in _LEFT_OPEN}
         if preset is None:
-            return cls(**values)
-        _check_choice("preset", preset, tuple(PRESETS))
-        defaults = {f.name: f.default for f in fields(cls)}
-        chosen = {k: v for k, v in values.items() if k not in PRESETS[preset] or v != defaults[k]}
-        return cls(**{**PRESETS[preset], **chosen})
+            constants = {} if chosen.get("rule", "paper") == "paper" else _AS_PUBLISHED
+        else:
+            _check_choice("preset", preset, tuple(PRESETS))
+            constants = PRESETS[preset]
+        return cls(**{**constants, **chosen})
 
     def at_lr(self, lr: float) -> Settings:
         """The same trajectory for a base whose updates are `lr` times as long."""

@@ -106,17 +106,15 @@ def snapshot_kernel(
 def _rounded(row, at, mask, x, d, u, before, after, kept, xtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Low-precision weights: the rounding of ref + scale * delta, where ref follows what somebody else has moved.
 
-    Where ref moves along with the weights, delta keeps what ref is too coarse for. Returns weights and delta.
+    Returns weights and delta.
     """
     pointer = _pointer(row, _REF, xtype, ALIGNED) + at
     ref = tl.load(pointer, mask, 0.0).to(tl.float32)
     moved_outside = x != (ref + before * d).to(xtype).to(tl.float32)
     ref = tl.where(moved_outside, x - before * d, ref).to(xtype).to(tl.float32)
-    d += u
-    centre = tl.where(kept < 1, ref + after * (d - kept * d), ref).to(xtype).to(tl.float32)
-    d += (ref - centre) / tl.where(after > 0, after, 1.0)
-    tl.store(pointer, centre.to(xtype), mask)
-    return (centre + after * d).to(xtype), d
+    d = kept * d + u
+    tl.store(pointer, ref.to(xtype), mask)
+    return (ref + after * d).to(xtype), d
 
 
 @triton.jit
@@ -135,7 +133,7 @@ def move_kernel(
 ):  # fmt: skip
     """After any base's step: from its weights to Mechanic's, for the tensors that the snapshot holds."""
     before = tl.load(scales + 0).to(acc)
-    step = (tl.load(scales + 1) - tl.load(scales + 0)).to(acc)
+    step = (tl.load(scales + 1) * tl.load(scales + 3) - tl.load(scales + 0)).to(acc)
     after = tl.load(scales + 1).to(acc)
     kept = tl.load(scales + 3).to(acc)
     xx = tl.zeros([SIZE], acc)
@@ -152,7 +150,7 @@ def move_kernel(
             played, d = _rounded(row, at, mask, old, d, u, before, after, kept, xtype, ALIGNED)
         else:
             played = (old + (step * d + after * u)).to(xtype)
-            d = (d + u) * kept
+            d = kept * d + u
         tl.store(place, played, mask)
         tl.store(delta, d, mask)
         x = played.to(acc)
@@ -282,7 +280,7 @@ def fused_kernel(
     """
     is_made = tl.load(scales + 2).to(tl.int32) != 0
     before = tl.load(scales + 0).to(tl.float32)
-    step = (tl.load(scales + 1) - tl.load(scales + 0)).to(tl.float32)
+    step = (tl.load(scales + 1) * tl.load(scales + 3) - tl.load(scales + 0)).to(tl.float32)
     after = tl.load(scales + 1).to(tl.float32)
     kept = tl.load(scales + 3).to(tl.float32)
     if LR_IS_TENSOR:
@@ -315,7 +313,7 @@ def fused_kernel(
             played, d = _rounded(row, at, moved, x, d, u, before, after, kept, xtype, ALIGNED)
         else:
             played = x + (step * d + after * u)
-            d = (d + u) * kept
+            d = kept * d + u
         tl.store(place, played, moved)
         tl.store(delta, d, moved)
         x = tl.where(moved, played.to(tl.float32), x)
@@ -329,13 +327,13 @@ def fused_kernel(
 def tuner_kernel(
     sums, old, new, betas, constants, counters, new_counters, scales, tuners,
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
-    RECENTER: tl.constexpr,
+    HINDSIGHT: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`mechanic_plugins.tuner.advance` for one tuner a program, and whether the step is made, in one launch.
 
-    A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played, h and peak. `counters` holds steps and
-    skipped. `scales` gets, for each tuner, before, after, whether the step is made and the share of delta to keep.
+    A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played and h. `counters` holds steps and
+    skipped. `scales` gets, for each tuner, before, after, whether the step is made and what delta is multiplied by.
     """
     program = tl.program_id(0)
     every = tl.arange(0, NUMBERS)
@@ -345,7 +343,7 @@ def tuner_kernel(
     if program == 0:
         tl.store(new_counters + 0, tl.load(counters + 0) + tl.where(made, 1.0, 0.0))
         tl.store(new_counters + 1, tl.load(counters + 1) + tl.where(is_finite, 0.0, 1.0))
-    width: tl.constexpr = 6 * n + 4
+    width: tl.constexpr = 6 * n + 3
     old += program * width
     new += program * width
     scales += program * 4
@@ -360,7 +358,6 @@ def tuner_kernel(
     s_init = tl.load(old + 6 * n)
     played = tl.load(old + 6 * n + 1)
     last_h = tl.load(old + 6 * n + 2)
-    peak = tl.load(old + 6 * n + 3)
     beta = tl.load(betas + lane, inside, 0.5)
     s_decay = tl.load(constants + 0)
     eps = tl.load(constants + 1)
@@ -440,12 +437,11 @@ def tuner_kernel(
     tl.store(new + 6 * n + 1, tl.where(keep, next_played, played))
     tl.store(new + 6 * n + 2, tl.where(keep, h, last_h))
     after = tl.where(keep, next_played, played)
-    kept = tl.zeros_like(peak) + 1.0
-    next_peak = peak
-    if RECENTER:
-        kept = tl.where((peak > 0) & (after > peak), peak / tl.where(after > 0, after, 1.0), 1.0)
-        next_peak = tl.where(keep, tl.maximum(peak, after), peak)
-    tl.store(new + 6 * n + 3, next_peak)
+    kept = tl.zeros_like(after) + 1.0
+    if HINDSIGHT:
+        share = tl.load(constants + 5)
+        rescaled = share + (1.0 - share) * played / tl.where(after > 0, after, 1.0)
+        kept = tl.where((played > 0) & (after > 0), rescaled, 1.0)
     tl.store(scales + 0, played)
     tl.store(scales + 1, after)
     tl.store(scales + 2, tl.where(made, 1.0, 0.0).to(tl.float64))

@@ -12,6 +12,9 @@ and moves n coin bettors, one for each beta (Algorithm 1):
     r = max(0, beta * r - s * h)                the reward of what was bet
     s = (s_init * m / n + r) / (sqrt(v) + eps)  the next bet; S = sum(s)
 
+Two things go beyond the paper: `smoothing` plays a log-average of S, and with a `hindsight` below 1 the weights follow
+a change of S only in part (`kept_share`).
+
 The paper's letters live in this module only: elsewhere S is `scale`, Delta is `delta`, lambda is `s_decay`.
 
 Everything here is a pure function of tensors. Nothing waits for the device. Vectors are float64 of shape
@@ -53,7 +56,7 @@ class TunerState(NamedTuple):
     """All that the tuner remembers.
 
     `q` and `w0` serve `rule="theory"` alone and are zero elsewhere. `played` is the scale that made the current
-    weights, `h` what the last step saw, `peak` the largest scale played so far (with `recenter`, else 0).
+    weights, `h` what the last step saw.
     """
 
     s: Tensor
@@ -65,7 +68,6 @@ class TunerState(NamedTuple):
     s_init: Tensor
     played: Tensor
     h: Tensor
-    peak: Tensor
 
 
 class _Bets(NamedTuple):
@@ -80,7 +82,7 @@ class _Bets(NamedTuple):
 def fresh(settings: Settings, *, tuners: int, device: torch.device) -> TunerState:
     """The state before the first step."""
     n = len(settings.betas)
-    sizes = {name: 1 if name in ("s_init", "played", "h", "peak") else n for name in TunerState._fields}
+    sizes = {name: 1 if name in ("s_init", "played", "h") else n for name in TunerState._fields}
     zeros = {name: torch.zeros(tuners, k, dtype=torch.float64, device=device) for name, k in sizes.items()}
     if settings.rule in ("experiments", "optax") and settings.s_init != "auto":
         zeros["s"] += settings.s_init
@@ -101,8 +103,7 @@ def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor)
     bets = _RULES[settings.rule](state._replace(s_init=s_init), h, _placed_bet(state, settings), betas, settings.eps)
     s = _capped(bets.s, settings.max_scale)
     played = _next_played(state, s, settings)
-    peak = torch.maximum(state.peak, played) if settings.recenter else state.peak
-    return TunerState(s, bets.r, bets.m, bets.v, bets.q, bets.w0, s_init=s_init, played=played, h=h, peak=peak)
+    return TunerState(s, bets.r, bets.m, bets.v, bets.q, bets.w0, s_init=s_init, played=played, h=h)
 
 
 def keep_where(condition: Tensor, new: TunerState, old: TunerState) -> TunerState:
@@ -110,14 +111,16 @@ def keep_where(condition: Tensor, new: TunerState, old: TunerState) -> TunerStat
     return TunerState(*(torch.where(condition, a, b) for a, b in zip(new, old, strict=True)))
 
 
-def kept_share(before: TunerState, after: TunerState) -> Tensor:
-    """The share of delta that stays, of shape (tuners, 1): less than 1 where the scale has reached a new peak.
+def kept_share(before: TunerState, after: TunerState, *, hindsight: float) -> Tensor:
+    """What delta is multiplied by as the scale changes, so that x = x_ref + scale * delta holds; of shape (tuners, 1).
 
-    The rest of what it stands for becomes part of the centre, which moves along. Updates made while the scale was
-    small are then not replayed at the larger one.
+    The updates that made the weights were played at the scales of their time. With a hindsight of 1, as published, all
+    of them are played again at the new scale, and delta stays; with 0 the weights stay, and delta takes up the change.
     """
-    is_new = (before.peak > 0) & (after.peak > before.peak)
-    return torch.where(is_new, before.peak / after.peak, 1.0)
+    if hindsight == 1:
+        return torch.ones_like(after.played)
+    was_played = (before.played > 0) & (after.played > 0)
+    return torch.where(was_played, hindsight + (1 - hindsight) * before.played / after.played, 1.0)
 
 
 def _hypergradient(state: TunerState, sums: Sums, *, s_decay: float) -> Tensor:

@@ -105,15 +105,15 @@ class Part:
         first_move: float | None,
         smoothing: float,
         max_scale: float,
-        recenter: bool,
+        hindsight: float,
     ) -> None:
         self.indices = indices
         self.tuner = tuner
         self.first_move = first_move
         self.smoothing = smoothing
         self.max_scale = max_scale
-        self.recenter = recenter
-        self.peak = 0.0  # the largest scale played
+        self.hindsight = hindsight
+        self.kept = 1.0  # what Delta is multiplied by as the scale changes
         self.S = 0.0
         self.played = 0.0  # the smoothed S; equal to it without smoothing
         self.h = 0.0
@@ -130,12 +130,14 @@ class Part:
         if self.tuner.s.sum() > 0:
             self.tuner.s = self.tuner.s * min(1.0, self.max_scale / self.tuner.s.sum())
         self.S = float(self.tuner.s.sum())
-        self.played = self.smoothed(self.S)
+        before, self.played = self.played, self.smoothed(self.S)
+        self.kept = self.kept_of_Delta(before, self.played)
 
-    def share_at_a_new_peak(self) -> float:
-        """How much of Delta stays when the scale is larger than ever before; else all of it."""
-        before, self.peak = self.peak, max(self.peak, self.played)
-        return before / self.peak if self.recenter and 0 < before < self.peak else 1.0
+    def kept_of_Delta(self, before: float, after: float) -> float:
+        """With it the weights go only the share `hindsight` of the way from before * Delta to after * Delta."""
+        if before == 0 or after == 0:
+            return 1.0
+        return (before + self.hindsight * (after - before)) / after
 
     def smoothed(self, S: float) -> float:
         """The log-average of the scales played so far and S; an S of 0 makes it 0, and the next S starts anew."""
@@ -160,15 +162,15 @@ class Reference:
         *,
         betas: Sequence[float] = BETAS,
         s_init: float | Literal["auto"] = "auto",
-        first_move: float = 1e-6,
-        s_decay: float = 0.01,
+        first_move: float = 1e-4,
+        s_decay: float = 0.0,
         eps: float = 1e-8,
         rule: str = "paper",
         normalize_lr: bool = True,
-        smoothing: float = 0.0,
+        smoothing: float | None = None,
         max_scale: float | None = None,
         scope: Literal["all", "group"] = "all",
-        recenter: bool = False,
+        hindsight: float | None = None,
     ) -> None:
         self.x_ref = [p.detach().to(torch.float64, copy=True) for p in params]
         self.x = [p.clone() for p in self.x_ref]
@@ -178,6 +180,10 @@ class Reference:
         self.had_grad = [False for _ in self.x]
         self.c: float | None = None if normalize_lr else 1.0
         self.s_decay = s_decay
+        if smoothing is None:
+            smoothing = 0.98 if rule == "paper" else 0.0
+        if hindsight is None:
+            hindsight = 0.3 if rule == "paper" else 1.0
 
         groups = [self._indices(group) for group in self.base.param_groups]
         parts = groups if scope == "group" else [[i for indices in groups for i in indices]]
@@ -190,7 +196,7 @@ class Reference:
                 first_move=first_move if s_init == "auto" else None,
                 smoothing=smoothing,
                 max_scale=math.inf if max_scale is None else max_scale,
-                recenter=recenter,
+                hindsight=hindsight,
             )
             for indices in parts
         ]
@@ -210,12 +216,8 @@ class Reference:
                 x, Delta = [self.x[i] for i in counted], [self.Delta[i] for i in counted]
                 part.step(x, Delta, [g[i] for i in counted], self.s_decay * self.c)
             for i in part.indices:
-                self.Delta[i] = self.Delta[i] + u[i]
+                self.Delta[i] = part.kept * self.Delta[i] + u[i]
                 self.x[i] = self.x_ref[i] + part.played * self.Delta[i]
-            share = part.share_at_a_new_peak()
-            for i in part.indices:  # the same x, seen from a centre that is nearer to it
-                self.Delta[i] = share * self.Delta[i]
-                self.x_ref[i] = self.x[i] - part.played * self.Delta[i] if share < 1 else self.x_ref[i]
 
     def minimised_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradients of what is minimised, 0 where there is none."""

@@ -27,7 +27,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 CASES["theory"] = ("AdamW", "float32", {"rule": "theory"})
 CASES["optax"] = ("AdamW", "float32", {"rule": "optax", "s_init": 1e-6})
-CASES["recenter"] = ("AdamW", "bfloat16", {"recenter": True, "s_init": 1e-4})
+CASES["paper"] = ("AdamW", "bfloat16", {"preset": "paper"})
+CASES["hindsight"] = ("AdamW", "bfloat16", {"hindsight": 0.0, "s_init": 1e-4})
 CASES["smoothing"] = ("AdamW", "float32", {"smoothing": 0.9, "max_scale": 0.5})
 CASES["scope-group"] = ("AdamW", "bfloat16", {"scope": "group", "betas": (0.9, 0.999)})
 BEFORE, AFTER = 15, 50

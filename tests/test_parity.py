@@ -27,6 +27,7 @@ SHORT = 60  # where only an option or a variant differs from what 300 steps have
 # two runs of the reference itself, started one rounding apart, end up 0.3 of their size apart (RAdam), because the
 # scale reaches the edge of stability there. With this much noise two such runs stay within 2e-14.
 TOLERANCE = 2e-13
+EPS = 2.0**-53
 
 Gradient = Callable[[Sequence[Tensor], int], list[Tensor | None]]
 Schedule = Callable[[torch.optim.Optimizer, int], None]
@@ -129,6 +130,25 @@ def reference_trace(row: Row, rule: str, problem: str, variant: str = "for-loop"
     return follow(reference, PROBLEMS[problem].gradient)
 
 
+class Rounded(Reference):
+    """Where the weights carry one more rounding a step, as they do where they are not recomputed from x_ref."""
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        super().step(grads)
+        roundings = (EPS * x.abs() * torch.empty_like(x).uniform_(-1, 1) for x in self.x)
+        self.x_ref = [p + rounding for p, rounding in zip(self.x_ref, roundings, strict=True)]
+
+
+@functools.cache
+def allowed(row: Row, rule: str, problem: str) -> float:
+    """What Lion's sign makes of a rounding is measured on the reference itself; ten times that is allowed."""
+    if row.cls is not Lion:
+        return TOLERANCE
+    torch.manual_seed(0)
+    rounded = follow(Rounded(PROBLEMS[problem].start, row.build, rule=rule), PROBLEMS[problem].gradient)
+    return max(TOLERANCE, 10 * max(deviation(rounded, reference_trace(row, rule, problem)).values()))
+
+
 def deviation(seen: Trace, wanted: Trace) -> dict[str, float]:
     """The largest difference in any step, relative to what has that unit in that step."""
     size = {name: np.abs(getattr(wanted, name)).max(axis=1) for name in "srmvx"}
@@ -137,7 +157,7 @@ def deviation(seen: Trace, wanted: Trace) -> dict[str, float]:
     return {name: float((difference[name] / np.where(size[name] > 0, size[name], 1.0)).max()) for name in "srmvx"}
 
 
-def assert_same(seen: Trace, wanted: Trace, *, grown: float = 10.0, tolerance: float = TOLERANCE) -> None:
+def assert_same(seen: Trace, wanted: Trace, *, grown: float = 5.0, tolerance: float = TOLERANCE) -> None:
     """Equal to rounding in every step that `seen` has; and not vacuously: the scale has grown since it left 0."""
     wanted = Trace(**{name: getattr(wanted, name)[: len(seen.s)] for name in "srmvx"})
     scale = wanted.s.sum(axis=1)
@@ -160,7 +180,7 @@ def _one_thread() -> Iterator[None]:
 def test_every_base_and_rule_on_an_ill_conditioned_quadratic(row: Row, rule: str) -> None:
     problem = PROBLEMS["quadratic"]
     seen = follow(Package(problem.start, row.build, rule=rule), problem.gradient)
-    assert_same(seen, reference_trace(row, rule, "quadratic"))
+    assert_same(seen, reference_trace(row, rule, "quadratic"), tolerance=allowed(row, rule, "quadratic"))
 
 
 @pytest.mark.parametrize("row", OPTIMIZERS, ids=str)
@@ -168,7 +188,7 @@ def test_every_base_on_a_network(row: Row) -> None:
     name = "mlp-matrices" if row.matrices_only else "mlp"
     problem = PROBLEMS[name]
     seen = follow(Package(problem.start, row.build), problem.gradient)
-    assert_same(seen, reference_trace(row, "paper", name))
+    assert_same(seen, reference_trace(row, "paper", name), tolerance=allowed(row, "paper", name))
 
 
 @pytest.mark.slow
@@ -229,7 +249,7 @@ class Option:
     schedule: Schedule | None = None
     gradient: Gradient = PROBLEMS["mlp"].gradient
     start: Sequence[Tensor] = tuple(PROBLEMS["mlp"].start)
-    grown: float = 10.0
+    grown: float = 5.0
     rules: Sequence[str] = RULES
 
     def __str__(self) -> str:
@@ -276,11 +296,12 @@ OPTIONS = [
     Option("smoothing", {"smoothing": 0.9}, rules=["paper", "experiments", "optax"], grown=2.0),
     Option("smoothing-number", {"smoothing": 0.9, "s_init": 1e-4}, rules=["experiments", "optax"], grown=2.0),
     Option("smoothing-turned", {"smoothing": 0.9}, gradient=turned, rules=["paper", "experiments"], grown=2.0),
-    Option("turned", {}, gradient=turned),
-    Option("recenter", {"recenter": True, "s_init": 1e-4}, rules=["paper", "experiments", "optax"], grown=2.0),
+    Option("turned", {}, gradient=turned, grown=2.0),
+    Option("hindsight", {"hindsight": 0.5, "s_init": 1e-4}, rules=["paper", "experiments", "optax"], grown=2.0),
+    Option("no-hindsight", {"hindsight": 0.0, "s_decay": 0.1}, rules=["paper", "optax"], grown=2.0),
     Option("first-move", {"first_move": 1e-3}, rules=["paper", "optax"], grown=2.0),
-    Option("recenter-turned", {"recenter": True, "smoothing": 0.9}, gradient=turned, rules=["paper"], grown=2.0),
-    Option("recenter-group", {"scope": "group", "recenter": True}, two_groups, rules=["paper"]),
+    Option("hindsight-turned", {"hindsight": 0.5, "smoothing": 0.9}, gradient=turned, rules=["paper"], grown=2.0),
+    Option("hindsight-group", {"scope": "group", "hindsight": 0.5}, two_groups, rules=["paper"]),
     Option("max_scale", {"max_scale": 1e-4}, grown=2.0),
     Option("number", {"s_init": 1e-4}, grown=2.0),
     Option("constants", {"betas": (0.5, 0.97, 1.0), "eps": 1e-3, "s_decay": 0.3, "s_init": 1e-4}, grown=2.0),
@@ -288,10 +309,10 @@ OPTIONS = [
     Option("scope-group", {"scope": "group"}, two_groups),
     Option("warm-up", {}, functools.partial(adamw, lr=0.0), warm_up),
     Option("warm-up-scheduled", {"s_init": 1e-4}, functools.partial(adamw, lr=0.0), scheduled_warm_up, grown=2.0),
-    Option("no-lambda", {"s_decay": 0.0}, rules=["paper"]),
+    Option("lambda", {"s_decay": 0.01}, rules=["paper"]),
     Option("group-lrs", {}, two_groups, rules=["paper"]),
     Option("scope-group-smoothing", {"scope": "group", "smoothing": 0.9}, two_groups, rules=["optax"]),
-    Option("scope-group-max_scale", {"scope": "group", "max_scale": 1e-2}, two_groups, rules=["paper"]),
+    Option("scope-group-max_scale", {"scope": "group", "max_scale": 1e-2}, two_groups, rules=["paper"], grown=2.0),
     Option("maximize", {}, functools.partial(adamw, maximize=True), gradient=ascent, rules=["paper"]),
     Option("gaps", {}, gradient=with_gaps, rules=["paper"]),
     Option("gaps-scope-group", {"scope": "group"}, two_groups, gradient=with_gaps, rules=["theory"]),

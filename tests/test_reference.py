@@ -28,7 +28,7 @@ def sgd(lr: float = 1.0, **kwargs: Any) -> Any:
 def one_weight(rule: str, **kwargs: Any) -> Reference:
     """One weight at 2, plain SGD with lr 1 (so u = -g), one beta of 0.5, s_init 0.1, no lambda, no eps."""
     settings = {"betas": (0.5,), "s_init": 0.1, "s_decay": 0.0, "eps": 0.0, "normalize_lr": False, "rule": rule}
-    return Reference([vector(2.0)], sgd(), **{**settings, **kwargs})
+    return Reference([vector(2.0)], sgd(), **{**settings, "smoothing": 0.0, "hindsight": 1.0, **kwargs})
 
 
 def play(reference: Reference, *gradients: float) -> list[tuple[float, float]]:
@@ -118,17 +118,17 @@ def test_lambda_by_hand() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_auto_s_init_by_hand(rule: str) -> None:
-    # x = (3, 4), of norm 5. g = (0, 0.5): Delta = (0, -0.5), and the next step knows s_init = 1e-6 * (1 + 5) / 0.5.
+    # x = (3, 4), of norm 5. g = (0, 0.5): Delta = (0, -0.5), and the next step knows s_init = 1e-4 * (1 + 5) / 0.5.
     reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,), s_decay=0.0, eps=1e-9, rule=rule)
     reference.step([vector(0.0, 0.5)])
     assert reference.x[0].tolist() == [3.0, 4.0]
     assert reference.vectors("s").tolist() == [0.0]
     reference.step([vector(0.0, 0.5)])
-    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-5, rel=1e-15)
+    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-3, rel=1e-15)
     # |h| = 0.25, so eps = 1e-9 shows in the ninth digit; theory has no q yet.
-    assert reference.vectors("s")[0] == (0 if rule == "theory" else pytest.approx(1.2e-5, rel=1e-8))
+    assert reference.vectors("s")[0] == (0 if rule == "theory" else pytest.approx(1.2e-3, rel=1e-8))
     reference.step([vector(0.0, 0.5)])
-    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-5, rel=1e-15)
+    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-3, rel=1e-15)
 
 
 def test_smoothing_by_hand() -> None:
@@ -142,6 +142,19 @@ def test_smoothing_by_hand() -> None:
         pytest.approx(pair, rel=1e-14)
         for pair in [(0, 2), (0.1, 2.5), (S_3, 2 + 7 * played_3), (S_4, 2 + 8 * math.sqrt(played_3 * S_4))]
     ]
+
+
+def test_hindsight_by_hand() -> None:
+    # The paper's case until S = 0.1, which is for all of Delta. g = -2: h = 5 * -2, S = 2 / sqrt(104) as there. Half of
+    # the way from 0.1 to S: the five units of Delta are now worth 0.05 + S / 2 each, and 2 more are played at S.
+    # g = -1: h = Delta * -1 with Delta = 5 (0.05 + S / 2) / S + 2, m = |h|, v = 26 + h^2, r = 0.5 + S |h|.
+    S_3 = 2 / math.sqrt(104)
+    x_3 = 2 + 5 * (0.05 + S_3 / 2) + 2 * S_3
+    h = (x_3 - 2) / S_3
+    S_4 = (0.1 * h + 0.5 + S_3 * h) / math.sqrt(26 + h * h)
+    x_4 = x_3 + h * (S_4 - S_3) / 2 + S_4
+    trace = play(one_weight("paper", hindsight=0.5), -1, -4, -2, -1)
+    assert trace == [pytest.approx(pair, rel=1e-14) for pair in [(0, 2), (0.1, 2.5), (S_3, x_3), (S_4, x_4)]]
 
 
 def test_max_scale_by_hand() -> None:
@@ -197,8 +210,9 @@ def test_maximize_is_minimising_the_negative() -> None:
 
 
 def test_a_parameter_without_gradients_counts_from_its_first_one_on() -> None:
-    with_idle = Reference([vector(1.0, 2.0), vector(100.0)], sgd(), s_init=1e-2, s_decay=0.5)
-    without = Reference([vector(1.0, 2.0)], sgd(), s_init=1e-2, s_decay=0.5)
+    as_published = {"s_init": 1e-2, "s_decay": 0.5, "smoothing": 0.0, "hindsight": 1.0}
+    with_idle = Reference([vector(1.0, 2.0), vector(100.0)], sgd(), **as_published)
+    without = Reference([vector(1.0, 2.0)], sgd(), **as_published)
     gradients = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for g in gradients[:20]:
         with_idle.step([g, None])
@@ -290,6 +304,7 @@ def test_weights_go_where_the_published_ones_went(rule: str) -> None:
         sgd(),
         betas=golden["betas"],
         s_init=golden["s_init"],
+        s_decay=0.01,
         eps=golden["eps_of_weights"],
         rule=rule,
         normalize_lr=False,

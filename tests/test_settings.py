@@ -28,13 +28,12 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"s_init": -1e-8}, ("got -1e-08", "would never leave zero", "'auto'")),
     ({"s_init": NAN}, ("got nan", "would never leave zero", "'auto'")),
     ({"s_init": INF}, ("got inf", "would never leave zero", "'auto'")),
-    ({"s_init": None}, ("got None", "would never leave zero", "'auto'")),
     ({"s_init": "automatic"}, ("got 'automatic'", "would never leave zero", "'auto'")),
     ({"s_init": True}, ("got True", "would never leave zero", "'auto'")),
     ({"s_decay": -0.01}, ("got -0.01", "norm penalty", "0 turns it off")),
     ({"s_decay": NAN}, ("got nan", "norm penalty", "0 turns it off")),
     ({"s_decay": INF}, ("got inf", "norm penalty", "0 turns it off")),
-    ({"s_decay": None}, ("got None", "norm penalty", "0 turns it off")),
+    ({"s_decay": "0"}, ("got '0'", "norm penalty", "0 turns it off")),
     ({"eps": -1e-8}, ("got -1e-08", "division by sqrt(v)", "the paper's value is 1e-8")),
     ({"eps": NAN}, ("got nan", "division by sqrt(v)", "the paper's value is 1e-8")),
     ({"eps": INF}, ("got inf", "division by sqrt(v)", "the paper's value is 1e-8")),
@@ -45,11 +44,14 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"smoothing": 1.0}, ("got 1.0", "moving average", "0 turns it off")),
     ({"smoothing": NAN}, ("got nan", "moving average", "0 turns it off")),
     ({"smoothing": 0.9, "rule": "theory"}, ("got 0.9", "exceed the wealth", "rule='paper'")),
-    ({"first_move": 0.0}, ("got 0.0", "share of the weights' norm", "1e-4 suits")),
-    ({"first_move": 1.0}, ("got 1.0", "share of the weights' norm", "1e-4 suits")),
-    ({"recenter": 1}, ("recenter must be True or False", "got 1")),
-    ({"recenter": True, "rule": "theory"}, ("got True", "fixed centre", "rule='paper'")),
-    ({"smoothing": None}, ("got None", "moving average", "0 turns it off")),
+    ({"first_move": 0.0}, ("got 0.0", "share of the weights' norm", "The default is 1e-4")),
+    ({"first_move": 1.0}, ("got 1.0", "share of the weights' norm", "The default is 1e-4")),
+    ({"smoothing": "0"}, ("got '0'", "moving average", "0 turns it off")),
+    ({"hindsight": -0.1}, ("got -0.1", "share of a change of scale", "0 leaves the past alone")),
+    ({"hindsight": 1.1}, ("got 1.1", "share of a change of scale", "0 leaves the past alone")),
+    ({"hindsight": NAN}, ("got nan", "share of a change of scale", "0 leaves the past alone")),
+    ({"hindsight": True}, ("got True", "share of a change of scale", "0 leaves the past alone")),
+    ({"hindsight": 0.3, "rule": "theory"}, ("got 0.3", "played again at the new scale", "rule='paper'")),
     ({"max_scale": 0.0}, ("got 0.0", "would never leave zero", "None for no cap")),
     ({"max_scale": -1.0}, ("got -1.0", "would never leave zero", "None for no cap")),
     ({"max_scale": NAN}, ("got nan", "would never leave zero", "None for no cap")),
@@ -59,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"rule": None}, ("got None", "must be one of 'paper', 'experiments', 'optax', 'theory'")),
     ({"scope": "layer"}, ("got 'layer'", "must be one of 'all', 'group'")),
     ({"scope": None}, ("got None", "must be one of 'all', 'group'")),
-    ({"preset": "optax"}, ("got 'optax'", "must be one of 'paper', 'recentred'")),
+    ({"preset": "optax"}, ("got 'optax'", "must be one of 'paper'")),
     ({"normalize_lr": 1}, ("got 1", "must be True or False")),
     ({"normalize_lr": None}, ("got None", "must be True or False")),
 ]
@@ -91,6 +93,8 @@ TAKEN: list[dict[str, Any]] = [
     {"s_decay": 0},
     {"eps": 0.0},
     {"smoothing": 0.97},
+    {"hindsight": 0},
+    {"hindsight": 1},
     {"max_scale": 1e-30},
     {"scope": "group"},
     {"normalize_lr": False},
@@ -112,11 +116,15 @@ def test_the_papers_preset_sets_its_constants_and_a_value_beside_it_wins() -> No
     assert (mixed.s_init, mixed.s_decay, mixed.scope) == (1e-3, 0.5, "group")
 
 
-def test_the_recentred_preset_is_what_the_readme_says() -> None:
-    spelled_out = mechanize(torch.optim.SGD, recenter=True, smoothing=0.97, first_move=1e-4, s_decay=0.0).settings
-    assert mechanize(torch.optim.SGD, preset="recentred").settings == spelled_out
-    with pytest.raises(ValueError, match="recenter must be False with rule='theory'"):
-        mechanize(torch.optim.SGD, preset="recentred", rule="theory")
+def test_a_value_beside_a_preset_wins_where_it_is_the_default_too() -> None:
+    settings = mechanize(torch.optim.SGD, preset="paper", s_decay=0.0, hindsight=Settings.hindsight).settings
+    assert (settings.s_decay, settings.hindsight, settings.smoothing) == (0.0, Settings.hindsight, 0.0)
+
+
+@pytest.mark.parametrize("rule", ["experiments", "optax", "theory"])
+def test_other_rules_come_as_published(rule: Any) -> None:
+    settings = mechanize(torch.optim.SGD, rule=rule).settings
+    assert (settings.smoothing, settings.hindsight) == (0.0, 1.0)
 
 
 def test_a_base_with_a_longer_step_gets_constants_for_the_same_trajectory() -> None:

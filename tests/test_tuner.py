@@ -46,11 +46,11 @@ STEPS: list[tuple[float, float, float, float, float]] = [
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("tuners", [1, 3])
 def test_every_rule_keeps_shapes_dtype_and_device(rule: Rule, tuners: int) -> None:
-    settings = Settings(rule=rule)
+    settings = Settings.from_preset(rule=rule)
     before = fresh(settings, tuners=tuners, device=CPU)
     after = play(settings, [sums(*[row] * tuners) for row in STEPS])[-1]
     for name, a, b in zip(TunerState._fields, before, after, strict=True):
-        columns = 1 if name in ("s_init", "played", "h", "peak") else 6
+        columns = 1 if name in ("s_init", "played", "h") else 6
         assert a.shape == b.shape == (tuners, columns), name
         assert a.dtype == b.dtype == torch.float64, name
 
@@ -58,7 +58,7 @@ def test_every_rule_keeps_shapes_dtype_and_device(rule: Rule, tuners: int) -> No
 @pytest.mark.parametrize("rule", RULES)
 def test_tuners_do_not_know_of_each_other(rule: Rule) -> None:
     """One row for each param group: a sum over the wrong dimension would mix them."""
-    settings = Settings(rule=rule)
+    settings = Settings.from_preset(rule=rule)
     other = [(-10 * dg, gg, 2 * xx, dx, dd) for dg, gg, xx, dx, dd in STEPS]
     together = play(settings, [sums(a, b) for a, b in zip(STEPS, other, strict=True)])[-1]
     alone = [play(settings, [sums(row) for row in rows])[-1] for rows in (STEPS, other)]
@@ -69,7 +69,7 @@ def test_tuners_do_not_know_of_each_other(rule: Rule) -> None:
 @pytest.mark.parametrize(("rule", "smoothing"), SMOOTHED)
 def test_the_arguments_are_left_as_they_were(rule: Rule, smoothing: float) -> None:
     """Pure: an engine may ask twice, and a skipped step goes back to the state it had."""
-    settings = Settings(rule=rule, smoothing=smoothing, max_scale=1e-3)
+    settings = Settings.from_preset(rule=rule, smoothing=smoothing, max_scale=1e-3)
     betas = torch.tensor(settings.betas, dtype=torch.float64)
     state = play(settings, [sums(row) for row in STEPS[:3]])[-1]
     copy = TunerState(*(t.clone() for t in state))
@@ -82,7 +82,7 @@ def test_the_arguments_are_left_as_they_were(rule: Rule, smoothing: float) -> No
 @pytest.mark.parametrize(("rule", "smoothing"), SMOOTHED)
 def test_nothing_happens_while_delta_is_zero(rule: Rule, smoothing: float) -> None:
     """A warm-up that starts at lr 0 has many such steps: no 0 / 0, and no count that starts too early."""
-    settings = Settings(rule=rule, smoothing=smoothing)
+    settings = Settings.from_preset(rule=rule, smoothing=smoothing)
     states = play(settings, [sums((0.0, 4.0, 9.0, 0.0, 0.0))] * 5)
     assert all(t.isfinite().all() for state in states for t in state)
     assert states[-1].played.item() == 0
@@ -92,7 +92,7 @@ def test_nothing_happens_while_delta_is_zero(rule: Rule, smoothing: float) -> No
 @pytest.mark.parametrize("rule", RULES)
 def test_weights_at_zero_and_gradients_at_zero_divide_nothing_by_zero(rule: Rule) -> None:
     for row in ((-1.0, 1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 1.0, 1.0, 1.0)):
-        states = play(Settings(rule=rule), [sums(row)] * 3)
+        states = play(Settings.from_preset(rule=rule), [sums(row)] * 3)
         assert all(t.isfinite().all() for state in states for t in state), row
 
 
@@ -100,7 +100,7 @@ def test_weights_at_zero_and_gradients_at_zero_divide_nothing_by_zero(rule: Rule
 def test_a_meta_device_can_play(rule: Rule) -> None:
     """No rule looks at a value: a tensor without any would raise, as a CUDA graph's capture does."""
     meta = torch.device("meta")
-    settings = Settings(rule=rule, smoothing=0.0 if rule == "theory" else 0.5, max_scale=1.0)
+    settings = Settings.from_preset(rule=rule, smoothing=0.0 if rule == "theory" else 0.5, max_scale=1.0)
     state = fresh(settings, tuners=2, device=meta)
     betas = torch.empty(6, dtype=torch.float64, device=meta)
     seen = Sums.of(torch.empty(2, len(SUMS), dtype=torch.float64, device=meta))
@@ -116,7 +116,7 @@ def test_the_module_knows_no_optimizer_and_no_distribution() -> None:
 
 
 def test_a_masked_step_keeps_every_entry() -> None:
-    states = play(Settings(rule="theory"), [sums(row) for row in STEPS])
+    states = play(Settings.from_preset(rule="theory"), [sums(row) for row in STEPS])
     old, new = states[-2:]
     assert all(map(torch.equal, keep_where(torch.tensor(True), new, old), new))
     assert all(map(torch.equal, keep_where(torch.tensor(False), new, old), old))
@@ -132,9 +132,9 @@ def test_a_masked_step_with_nan_keeps_every_entry_too() -> None:
     assert all(map(torch.equal, keep_where(torch.tensor(False), poisoned, old), old))
 
 
-def test_auto_moves_a_millionth_of_the_weights_first_and_remembers_it() -> None:
+def test_auto_moves_a_share_of_the_weights_first_and_remembers_it() -> None:
     states = play(Settings(betas=(1.0,), eps=0.0), [sums(row) for row in STEPS])
-    assert states[1].s_init.item() == 1e-6 * (1 + 3.0) / 1.0
+    assert states[1].s_init.item() == 1e-4 * (1 + 3.0) / 1.0
     assert states[1].played.item() == states[1].s_init.item()
     assert states[-1].s_init.item() == states[1].s_init.item()
 
@@ -184,16 +184,17 @@ def test_smoothing_does_not_reward_what_was_not_played() -> None:
     assert grown.item() == pytest.approx(3.0 * states[1].played.item(), rel=1e-12)
 
 
-def test_a_new_peak_keeps_the_share_of_delta_that_the_old_one_was_worth() -> None:
-    states = play(Settings(s_init=1e-3, recenter=True), [sums(row) for row in STEPS])
-    for before, after in itertools.pairwise(states):
-        assert after.peak.item() == max(before.peak.item(), after.played.item())
-        grows = 0 < before.peak.item() < after.peak.item()
-        expected = before.peak.item() / after.played.item() if grows else 1.0
-        assert kept_share(before, after).item() == pytest.approx(expected, rel=1e-15)
-    assert any(kept_share(a, b).item() < 1 for a, b in itertools.pairwise(states))
+@pytest.mark.parametrize("hindsight", [0.0, 0.3, 1.0])
+def test_hindsight_is_the_share_of_the_way_that_the_weights_go_along_delta(hindsight: float) -> None:
+    states = play(Settings(s_init=1e-3, smoothing=0.0, hindsight=hindsight), [sums(row) for row in STEPS])
+    assert any(a.played.item() > b.played.item() > 0 for a, b in itertools.pairwise(states))
+    for before, after in itertools.pairwise(states[1:]):
+        moved = after.played * kept_share(before, after, hindsight=hindsight)  # x - x_ref, in units of the old delta
+        share = hindsight * after.played + (1 - hindsight) * before.played
+        assert moved.item() == pytest.approx(share.item(), rel=1e-14)
 
 
-def test_without_recentring_all_of_delta_is_kept() -> None:
-    states = play(Settings(s_init=1e-3), [sums(row) for row in STEPS])
-    assert all(kept_share(a, b).item() == 1 for a, b in itertools.pairwise(states))
+def test_the_first_scale_is_for_all_that_delta_holds() -> None:
+    states = play(Settings(s_init=1e-3, hindsight=0.0), [sums(row) for row in STEPS[:2]])
+    assert states[0].played.item() == 0 < states[1].played.item()
+    assert kept_share(states[0], states[1], hindsight=0.0).item() == 1

@@ -15,7 +15,7 @@ Engines = Callable[[int], Ranks]
 CPU = {"device": "cpu"}
 SGD: dict[str, Any] = {"base": "SGD", "base_options": {"lr": 1.0, "momentum": 0.9}, "options": {"s_init": 1e-3}}
 CPU_ADAM: dict[str, Any] = {"base": "DeepSpeedCPUAdam", "zero": {"offload_optimizer": CPU}}
-LARGER: dict[str, Any] = {"s_init": 1e-3}
+LARGER: dict[str, Any] = {"s_init": 1e-3, "s_decay": 0.01}
 
 EVERY_STAGE = [
     case
@@ -42,7 +42,7 @@ VARIANTS = [
     Case(
         steps=20, stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01, "maximize": True}, options={"s_init": 1e-6}
     ),
-    Case(steps=20, stage=3, options={"rule": "optax", "smoothing": 0.5, "recenter": True}),
+    Case(steps=20, stage=3, options={"rule": "optax", "smoothing": 0.5, "hindsight": 0.5}),
     Case(steps=20, stage=1, options=LARGER, zero={"round_robin_gradients": True}),
     Case(steps=20, stage=2, options=LARGER, zero={"round_robin_gradients": True, "overlap_comm": True}),
     Case(

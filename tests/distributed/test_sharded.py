@@ -134,7 +134,7 @@ def train_groups(rank: int, name: str) -> dict[str, Any]:
     setup = SETUPS[name](make_net(even=False, dtype=torch.float64))
     params = list(setup.model.parameters())
     base = torch.optim.AdamW([{"params": params[::2]}, {"params": params[1::2], "lr": 1e-3}], lr=1e-2)
-    run = Run(setup, mechanize(base, scope="group", s_init=1e-3), even=False, dtype=torch.float64)
+    run = Run(setup, mechanize(base, scope="group", s_init=1e-3, s_decay=0.01), even=False, dtype=torch.float64)
     run.train(0, STEPS)
     return run.result()
 
@@ -165,7 +165,7 @@ def _h_from_full_tensors(run: Run) -> float:
             total.append(full(t).double().flatten())
     delta, grad, weights = torch.cat(d), torch.cat(g), torch.cat(x)
     lr = opt.param_groups[0]["lr"]
-    decay = 0.01 * opt.scale.item() * lr * grad.norm() * (delta @ weights) / weights.norm()
+    decay = opt.settings.s_decay * opt.scale.item() * lr * grad.norm() * (delta @ weights) / weights.norm()
     return ((delta @ grad + decay) * lr).item()
 
 

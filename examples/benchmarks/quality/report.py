@@ -28,10 +28,14 @@ PUBLISHED_ADAM = {
     "wine": 100.0,
 }
 """Training accuracy in per cent, read off the figures of the D-Adaptation paper, for its protocol."""
+MECHANICS = {"mechanic": "C0", "mechanic, preset paper": "C1"}
+"""Whose learned learning rates are shown, and in which colour."""
 SOLVED = 1e-4
 """A training loss below this counts as this much: which of two zeros is the smaller says nothing."""
 DIVERGED = 100.0
 SHOWN = 2.0
+ABLATION = "mechanic but "
+"""How the methods are called in which one of the default constants is another."""
 COLLAPSED = 2.0
 """A run that ends with more than this times the best loss of the sweep."""
 
@@ -66,9 +70,14 @@ class Results:
         return Best(lr, mean(sweep[lr], "train_loss"), mean(sweep[lr], "accuracy") if has_accuracy else None)
 
     def ratio(self, problem: str, method: str) -> float | None:
-        """The method's mean training loss over the best of the sweep."""
-        runs = self.of(problem, method)
-        return mean(runs, "train_loss") / self.best(problem).loss if runs else None
+        """The method's mean training loss over that of the sweep's best lr, on the seeds that both have run."""
+        runs, best = self.of(problem, method), self.best(problem)
+        sweep = self.runs[problem]["sweep"][best.lr]
+        shared = {run["seed"] for run in runs} & {run["seed"] for run in sweep}
+        if not shared:
+            return mean(runs, "train_loss") / best.loss if runs else None
+        ours, theirs = ([run for run in each if run["seed"] in shared] for each in (runs, sweep))
+        return mean(ours, "train_loss") / mean(theirs, "train_loss")
 
     def families(self) -> dict[tuple[str, str], list[str]]:
         """Problems by family and base."""
@@ -80,9 +89,14 @@ class Results:
         return found
 
     def methods(self) -> list[str]:
-        """Without the sweep."""
+        """Without the sweep and without ablations."""
         names = {name: None for methods in self.runs.values() for name in methods if name != "sweep"}
-        return [name for name in names if not name.endswith("other lrs")]
+        return [name for name in names if not name.endswith("other lrs") and not name.startswith(ABLATION)]
+
+    def ablations(self) -> list[str]:
+        """Mechanic with one constant changed."""
+        names = {name: None for methods in self.runs.values() for name in methods if name.startswith(ABLATION)}
+        return list(names)
 
 
 def mean(runs: Sequence[Record], key: str) -> float:
@@ -163,6 +177,18 @@ def convex_table(results: Results) -> str:
     return table(["problem", "published Adam", "best of the sweep", *methods], rows)
 
 
+def ablation_table(results: Results) -> str:
+    """The default beside it with one constant changed, on the problems where that was run."""
+    names = results.ablations()
+    rows = []
+    for problems in results.families().values():
+        for problem in problems:
+            ratios = [results.ratio(problem, name) for name in ("mechanic", *names)]
+            if any(ratio is not None for ratio in ratios[1:]):
+                rows.append([problem, *("" if ratio is None else shown(ratio) for ratio in ratios)])
+    return table(["problem", "default", *(name.removeprefix(ABLATION) for name in names)], rows) if rows else ""
+
+
 def lr_table(results: Results) -> str:
     """How much the base's own learning rate still matters."""
     rows = []
@@ -179,7 +205,7 @@ def lr_table(results: Results) -> str:
 def trend_table(results: Results) -> str:
     """The learned learning rate against the batch and the model's width: the mean of the logarithm, second half."""
     rows = []
-    methods = [name for name in results.methods() if name.startswith("mechanic, re") or name == "mechanic"]
+    methods = [name for name in results.methods() if name in MECHANICS]
     for problem, by_method in results.runs.items():
         if problem_family(by_method) != "trends":
             continue
@@ -250,7 +276,7 @@ def lr_picture(results: Results, path: Path) -> None:
     rows = -(-len(chosen) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(11, 2.6 * rows), layout="constrained", squeeze=False)
     for axes, problem in zip(grid.flat, chosen, strict=False):
-        for method, colour in (("mechanic", "C0"), ("mechanic, recentred", "C1")):
+        for method, colour in MECHANICS.items():
             for index, run in enumerate(results.of(problem, method)):
                 label = None if index else method
                 axes.plot(run["at"], run["effective_lrs"], linewidth=1, color=colour, label=label)
@@ -288,7 +314,7 @@ as a full sweep, less is better. Mechanic and its peers run once, with their def
 
 {problems}
 
-## The learned learning rate
+{ablations}## The learned learning rate
 
 Divided by the schedule's factor: what a fixed peak learning rate would have to be.
 
@@ -308,6 +334,7 @@ def page(results: Results, records: Sequence[Record]) -> str:
     ended = f"{len(bad)} ended with more than {COLLAPSED:g} times the best loss"
     lines = [f"Of {total} runs of Mechanic's defaults, {ended}."]
     lrs, convex, trends = lr_table(results), convex_table(results), trend_table(results)
+    ablated = ablation_table(results)
     return _PAGE.format(
         runs=len(records),
         solved=SOLVED,
@@ -315,6 +342,7 @@ def page(results: Results, records: Sequence[Record]) -> str:
         families=family_table(results),
         collapsed="\n".join([*lines, *(f"- {line}" for line in bad)]),
         problems=problem_table(results),
+        ablations=f"## One constant at a time\n\n{ablated}\n\n" if ablated else "",
         lrs=f"## The base's own learning rate\n\n{lrs}\n\n" if lrs else "",
         trends=f"## Against the batch and the model's width\n\n{trends}\n\n" if trends else "",
         convex=f"## Training accuracy of the convex problems, per cent\n\n{convex}\n\n",
