@@ -88,7 +88,7 @@ def plot(metrics: Path, picture: Path):
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Lightning with Mechanic on scikit-learn's digits")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--folder", type=Path, default=Path(), help="where logs and picture go")
     args = parser.parse_args(argv)
 

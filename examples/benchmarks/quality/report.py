@@ -195,7 +195,12 @@ def lr_table(results: Results) -> str:
     for problem, methods in results.runs.items():
         others = methods.get("mechanic, other lrs")
         if others and "mechanic" in methods:
-            losses = {lr: mean(runs, "train_loss") for lr, runs in (*methods["mechanic"].items(), *others.items())}
+            all_runs = {**methods["mechanic"], **others}
+            shared = set.intersection(*({run["seed"] for run in runs} for runs in all_runs.values()))
+            if not shared:
+                continue
+            same = {lr: [run for run in runs if run["seed"] in shared] for lr, runs in all_runs.items()}
+            losses = {lr: mean(runs, "train_loss") for lr, runs in same.items()}
             spread = max(losses.values()) / min(losses.values()) - 1
             rows.append([problem, *(f"{losses[lr]:.5g}" for lr in sorted(losses)), f"{100 * spread:.3f}%"])
             lrs = sorted(losses)
@@ -284,7 +289,8 @@ def lr_picture(results: Results, path: Path) -> None:
         axes.set_title(problem, fontsize=8)
         axes.set_yscale("log")
         axes.tick_params(labelsize=7, which="both")
-    grid.flat[0].legend(fontsize=7)
+    lines = {line.get_label(): line for axes in grid.flat for line in axes.lines if line.get_label() in MECHANICS}
+    figure.legend(lines.values(), lines.keys(), fontsize=7, loc="outside upper right", ncols=len(lines))
     for axes in list(grid.flat)[len(chosen) :]:
         axes.remove()
     figure.supylabel("peak learning rate (dashed: best of the sweep)", fontsize=8)
