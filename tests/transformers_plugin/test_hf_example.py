@@ -42,8 +42,6 @@ def test_the_example_goes_on_from_a_pretrained_model(tmp_path: Path) -> None:
     build_model(dtype="float32").save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60)
     few_steps = ("--max_steps", 80, "--optim_args", "smoothing=0.8")
-    said = example(
-        tmp_path, "--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--length", 12, *few_steps
-    )
+    said = example(tmp_path, "--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--length", 12, *few_steps)
     before, after = map(float, re.findall(r"held-out text: ([\d.]+) -> ([\d.]+)", said)[0])
     assert after < before - 0.2
