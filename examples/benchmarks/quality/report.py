@@ -69,9 +69,10 @@ class Results:
         has_accuracy = "accuracy" in sweep[lr][0]
         return Best(lr, mean(sweep[lr], "train_loss"), mean(sweep[lr], "accuracy") if has_accuracy else None)
 
-    def ratio(self, problem: str, method: str) -> float | None:
+    def ratio(self, problem: str, method: str, seeds: set[int] | None = None) -> float | None:
         """The method's mean training loss over that of the sweep's best lr, on the seeds that both have run."""
         runs, best = self.of(problem, method), self.best(problem)
+        runs = [run for run in runs if seeds is None or run["seed"] in seeds]
         sweep = self.runs[problem]["sweep"][best.lr]
         shared = {run["seed"] for run in runs} & {run["seed"] for run in sweep}
         if not shared:
@@ -183,7 +184,8 @@ def ablation_table(results: Results) -> str:
     rows = []
     for problems in results.families().values():
         for problem in problems:
-            ratios = [results.ratio(problem, name) for name in ("mechanic", *names)]
+            seeds = {run["seed"] for name in names for run in results.of(problem, name)}
+            ratios = [results.ratio(problem, name, seeds) for name in ("mechanic", *names)]
             if any(ratio is not None for ratio in ratios[1:]):
                 rows.append([problem, *("" if ratio is None else shown(ratio) for ratio in ratios)])
     return table(["problem", "default", *(name.removeprefix(ABLATION) for name in names)], rows) if rows else ""
