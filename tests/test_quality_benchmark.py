@@ -75,3 +75,26 @@ def test_the_page(results: Path, tmp_path: Path) -> None:
     for picture in ("ratios.png", "learning_rates.png"):
         assert picture in page
         assert (tmp_path / picture).stat().st_size > 10_000
+
+
+def record(method: str, seed: int, loss: float, *, lr: float = 1.0) -> dict[str, Any]:
+    about = {"problem": "p", "family": "convex", "base": "sgd", "method": method, "lr": lr, "seed": seed}
+    return {**about, "train_loss": loss, "accuracy": 0.5}
+
+
+def test_ratios_are_taken_on_the_seeds_that_both_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 1 is harder for everybody: a method that was not run on it must look no better for that."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import report  # type: ignore[import-not-found]
+
+    sweep = [record("sweep", 0, 1.0, lr=0.1), record("sweep", 1, 3.0, lr=0.1), record("sweep", 0, 9.0, lr=1.0)]
+    ours = [record("mechanic", 0, 1.1), record("mechanic", 1, 3.0)]
+    changed = [record("mechanic but hindsight 1", 0, 1.2)]
+    results = report.Results([*sweep, *ours, *changed])
+    assert results.ratio("p", "mechanic") == pytest.approx(4.1 / 4.0)
+    assert results.methods() == ["mechanic"]
+    assert report.ablation_table(results).splitlines() == [
+        "| problem | default | hindsight 1 |",
+        "| --- | --- | --- |",
+        "| p | 1.100 | 1.200 |",
+    ]

@@ -40,7 +40,7 @@ def make_net(dtype: torch.dtype) -> nn.Sequential:
 
 def train(build: Build, *, dtype: torch.dtype = torch.float32, sync_free: bool = False, **options: Any) -> Any:
     net = make_net(dtype)
-    optimizer = mechanize(build(net.parameters()), s_init=1e-4, **options)
+    optimizer = mechanize(build(net.parameters()), s_init=1e-4, s_decay=0.01, **options)  # all five sums count
     generator = torch.Generator(DEVICE).manual_seed(1)
     for step in range(STEPS):
         x = torch.randn(128, 64, device=DEVICE, generator=generator).to(dtype)

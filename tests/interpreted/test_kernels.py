@@ -148,7 +148,9 @@ def test_tensors_of_odd_length_are_kept_apart() -> None:
 
 @pytest.mark.parametrize("rule", ["paper", "experiments", "optax", "theory"])
 @pytest.mark.parametrize(
-    "options", [{}, {"smoothing": 0.9}, {"max_scale": 1e-3}, {"s_init": 1e-3}, {"hindsight": 0.6}], ids=str
+    "options",
+    [{}, {"smoothing": 0.9}, {"max_scale": 1e-3}, {"s_init": 1e-3}, {"hindsight": 0.6}, {"s_decay": 0.1}],
+    ids=str,
 )
 def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
     if rule == "theory" and options.keys() & {"smoothing", "hindsight"}:
@@ -202,7 +204,7 @@ def train(base: str, steps: int, dtype: torch.dtype, **options: Any) -> tuple[li
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in [(5, 7), (9,), ()]]
     targets = [torch.randn_like(p) for p in params]
     sign = -1 if "maximize" in base else 1
-    optimizer = mechanize(BASES[base](params), s_init=1e-3, **options)
+    optimizer = mechanize(BASES[base](params), **{"s_init": 1e-3, "s_decay": 0.01, **options})  # all five sums count
     for step in range(steps):
         optimizer.zero_grad()
         swing = 0.5 * math.cos(step)
@@ -346,7 +348,7 @@ def test_paths_may_change_at_any_step() -> None:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in [(5, 7), (9,), ()]]
     targets = [torch.randn_like(p) for p in params]
-    optimizers = [mechanize(BASES["adamw"](params), s_init=1e-3, backend=backend) for backend in ("fused", "foreach")]
+    optimizers = [mechanize(BASES["adamw"](params), s_init=1e-3, s_decay=0.01, backend=b) for b in ("fused", "foreach")]
     for step in range(40):
         optimizer = optimizers[step % 2]
         if step:
