@@ -16,12 +16,13 @@ Preset = Literal["paper"]
 Rule = Literal["paper", "experiments", "optax", "theory"]
 Scope = Literal["all", "group"]
 
+_AS_PUBLISHED: dict[str, Any] = {"smoothing": 0.0, "hindsight": 1.0}
+"""With a rule other than "paper" too: those are there to be compared with what was published."""
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, "smoothing": 0.0, "hindsight": 1.0},
+    "paper": {"s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, **_AS_PUBLISHED},
 }
-_AS_PUBLISHED = {"smoothing": 0.0, "hindsight": 1.0}
-"""With a rule other than "paper": those are there to be compared with what was published."""
 _LEFT_OPEN = ("s_init", "first_move", "s_decay", "eps", "smoothing", "hindsight")
+"""What may be None: the preset's value then, or the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
