@@ -106,6 +106,7 @@ METHODS: dict[str, Method] = {
     "mechanic, other lrs": mechanic(1e-6, 1e-3, 10.0),
     "mechanic, preset paper": mechanic(preset="paper"),
     "mechanic but hindsight 1": mechanic(hindsight=1.0),
+    "mechanic but hindsight 0.1": mechanic(hindsight=0.1),
     "mechanic but hindsight 0": mechanic(hindsight=0.0),
     "mechanic but smoothing 0": mechanic(smoothing=0.0),
     "mechanic but first_move 1e-6": mechanic(first_move=1e-6),

@@ -23,6 +23,7 @@ __all__ = ["FAMILIES", "Problem", "Size", "Task", "problems"]
 
 Size = Literal["smoke", "cpu", "gpu"]
 Base = Literal["adamw", "sgd", "lion"]
+_Build = Callable[[Sequence[int], torch.device], "Task"]
 FAMILIES = (
     "convex",
     "images",
@@ -31,8 +32,10 @@ FAMILIES = (
     "language, 1000 steps",
     "fine-tuning",
     "streams",
+    "warm-ups",
     "trends",
 )
+"""With the size "gpu", images and language have the network's name behind theirs."""
 
 
 def half_decades(low: float, high: float) -> tuple[float, ...]:
@@ -63,7 +66,7 @@ class Problem:
     lrs: Sequence[float]
     """The sweep. Its best must not lie at an end. Empty where only the learned scale is of interest."""
     steps: int
-    build: Callable[[Sequence[int], torch.device], Task]
+    build: _Build
     """From seeds, one for each member, and a device."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
     warmup: float = 0.05
@@ -155,7 +158,8 @@ def _images(
 ) -> Task:
     torch.manual_seed(seeds[0])
     sets = tuple(t.to(device) for t in data.images(folder, name))
-    model = models.ResNet(sets[0].shape[1], 10, **shape).to(device)
+    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+    model = models.ResNet(sets[0].shape[1], 10, **shape).to(device, memory_format=layout)
     return _classifier(model, sets, batch=batch, seed=seeds[0], augment=name == "cifar10")
 
 
@@ -301,6 +305,7 @@ def problems(size: Size, folder: Path | None, encoder: str | None, cache: Path) 
         *_language_rows(size, folder),
         *_tuning_rows(size, folder, encoder, cache),
         *_stream_rows(size, folder),
+        *_warmup_rows(size, folder, cache),
         *_trend_rows(size, folder),
     ]
 
@@ -328,10 +333,13 @@ def _image_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     for name in ("digits",) if folder is None else ("fashion_mnist", "cifar10"):
         build = functools.partial(_images, folder, name, shape, batch)
         sgd, adamw = half_decades(1e-2, 3), half_decades(3e-4, 3e-2)
-        yield Problem(f"{name}, sgd", "images", "sgd", sgd, steps, build, weight_decay=5e-4)
-        yield Problem(f"{name}, adamw", "images", "adamw", adamw, steps, build)
+        network = ", ResNet-18" if size == "gpu" else ""
+        family = f"images{network}"
+        yield Problem(f"{name}, sgd{network}", family, "sgd", sgd, steps, build, weight_decay=5e-4)
+        yield Problem(f"{name}, adamw{network}", family, "adamw", adamw, steps, build)
         if name == "cifar10":
-            yield Problem(f"{name}, sgd, steps", "images", "sgd", sgd, steps, build, schedule="step", weight_decay=5e-4)
+            label = f"{name}, sgd, steps{network}"
+            yield Problem(label, family, "sgd", sgd, steps, build, schedule="step", weight_decay=5e-4)
 
 
 _GPT: dict[Size, tuple[dict[str, int], int]] = {
@@ -341,8 +349,14 @@ _GPT: dict[Size, tuple[dict[str, int], int]] = {
 }
 
 
+def _network(size: Size) -> str:
+    """For the labels: at the two smaller sizes there is nothing to tell apart."""
+    return ", 10.7M" if size == "gpu" else ""
+
+
 def _language_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     shape, batch = _GPT[size]
+    network = _network(size)
     for name in ("sources",) if folder is None else ("austen", "enwik8_10mb", "pystdlib"):
         build = functools.partial(_language, folder, name, shape, batch)
         for steps, family in (
@@ -352,18 +366,22 @@ def _language_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
         ):
             for base, lrs in (("adamw", half_decades(3e-4, 3e-2)), ("lion", half_decades(3e-5, 3e-3))):
                 count = 40 if size == "smoke" else steps
-                label = f"{name}, {base}, {steps} steps"
-                yield Problem(label, family, base, lrs, count, build, clip=1.0, weight_decay=0.1)
+                label = f"{name}, {base}, {steps} steps{network}"
+                yield Problem(label, f"{family}{network}", base, lrs, count, build, clip=1.0, weight_decay=0.1)
+
+
+def _text_to_text(size: Size, folder: Path | None, cache: Path) -> tuple[str, _Build]:
+    """A language model that goes on to another text."""
+    shape, batch = _GPT[size]
+    texts = ("sources", "sources") if folder is None else ("pystdlib", "austen")
+    first = functools.partial(_pretrained, folder, texts[0], shape, 20 if size == "smoke" else 1000, batch, cache)
+    return f"{texts[0]} to {texts[1]}, adamw", functools.partial(_language, folder, texts[1], shape, batch, start=first)
 
 
 def _tuning_rows(size: Size, folder: Path | None, encoder: str | None, cache: Path) -> Iterator[Problem]:
-    shape, batch = _GPT[size]
-    texts = ("sources", "sources") if folder is None else ("pystdlib", "austen")
-    before, steps = (20, 20) if size == "smoke" else (1000, 500)
-    first = functools.partial(_pretrained, folder, texts[0], shape, before, batch, cache)
-    build = functools.partial(_language, folder, texts[1], shape, batch, start=first)
-    label, lrs = f"{texts[0]} to {texts[1]}, adamw", half_decades(1e-4, 3e-2)
-    yield Problem(label, "fine-tuning", "adamw", lrs, steps, build, clip=1.0, weight_decay=0.1)
+    label, build = _text_to_text(size, folder, cache)
+    steps, lrs = 20 if size == "smoke" else 500, half_decades(1e-4, 3e-2)
+    yield Problem(f"{label}{_network(size)}", "fine-tuning", "adamw", lrs, steps, build, clip=1.0, weight_decay=0.1)
     if folder is None or encoder is None:
         return
     for name in ("rotten_tomatoes", "20newsgroups"):
@@ -388,6 +406,27 @@ def _stream_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     build = functools.partial(_stream, folder, 4)
     lrs = half_decades(1e-3, 1)
     yield Problem("stream of digits, sgd", "streams", "sgd", lrs, steps, build, schedule="constant", warmup=0.0)
+
+
+def _warmup_rows(size: Size, folder: Path | None, cache: Path) -> Iterator[Problem]:
+    """A schedule's own warm-up: none, a short and a very long one, from scratch and from another text."""
+    shape, batch = _GPT[size]
+    name = "sources" if folder is None else "austen"
+    scratch = f"{name}, adamw", functools.partial(_language, folder, name, shape, batch)
+    steps, warm = (40, (0, 4, 25)) if size == "smoke" else (3000, (0, 75, 2000))
+    for label, build in (scratch, _text_to_text(size, folder, cache)):
+        for count in warm:
+            yield Problem(
+                f"{label}, warm-up {count}{_network(size)}",
+                "warm-ups",
+                "adamw",
+                half_decades(3e-4, 3e-2),
+                steps,
+                build,
+                warmup=count / steps,
+                clip=1.0,
+                weight_decay=0.1,
+            )
 
 
 def _trend_rows(size: Size, folder: Path | None) -> Iterator[Problem]:

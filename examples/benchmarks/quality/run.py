@@ -112,6 +112,7 @@ def _results(jobs: Sequence[Job], setup: Setup, workers: int) -> Iterator[list[R
 def run(job: Job, setup: Setup) -> list[Record]:
     """Trains, and says how it went: a record for each member."""
     torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = True  # as convolutions have it anyway
     problem, method = setup.problems()[job.problem], METHODS[job.method]
     began = time.perf_counter()
     task = problem.build([seed for _, seed in job.members], torch.device(setup.device))
