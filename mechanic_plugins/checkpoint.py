@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mechanic_plugins.settings import Settings
 from mechanic_plugins.slots import delta_dtype, needs_reference
-from mechanic_plugins.tuner import TunerState, fresh
+from mechanic_plugins.tuner import SCALARS, TunerState, fresh
 
 __all__ = [
     "DELTA",
@@ -41,7 +41,6 @@ REF = "mechanic_ref"
 StateDict = dict[str, Any]
 _VECTORS = ("s", "r", "m", "v")
 _THEORY_VECTORS = ("q", "w0")
-_SCALARS = ("s_init", "played", "h")
 
 
 @dataclass
@@ -78,7 +77,7 @@ def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settin
         numbers = iter(rows[index if len(rows) > 1 else 0])
         for name, part in zip(names, parts, strict=True):
             values = [next(numbers) for _ in range(part.shape[1])]
-            group[PREFIX + name] = values if name not in _SCALARS else values[0]
+            group[PREFIX + name] = values if name not in SCALARS else values[0]
         group[PREFIX + "steps"], group[PREFIX + "skipped"] = int(next(numbers)), int(next(numbers))
         group[PREFIX + "unit"], group[PREFIX + "frozen"] = progress.unit, progress.frozen
         group[PREFIX + "tuners"] = len(rows)
@@ -111,7 +110,7 @@ def tuner_keys(settings: Settings) -> tuple[str, ...]:
 
 
 def _names(settings: Settings) -> tuple[str, ...]:
-    return _VECTORS + (_THEORY_VECTORS if settings.rule == "theory" else ()) + _SCALARS
+    return _VECTORS + (_THEORY_VECTORS if settings.rule == "theory" else ()) + SCALARS
 
 
 def strip(groups: Sequence[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from mechanic_plugins.settings import Settings
-from mechanic_plugins.tuner import TunerState
+from mechanic_plugins.tuner import SCALARS, TunerState, column
 
 __all__ = ["advance", "constants_of"]
 
+_VECTORS = len(TunerState._fields) - len(SCALARS)
 _RULES = ("paper", "experiments", "optax", "theory")
 
 
@@ -21,10 +26,11 @@ def advance(
     settings: Settings,
     betas: Tensor,
     constants: Tensor,
+    lrs: Sequence[float | Tensor],
     hold: bool,
     in_place: bool,
 ) -> tuple[TunerState, Tensor, Tensor]:
-    """`tuner.advance` in one launch, with the decision whether the step is made.
+    """`tuner.restated` and `tuner.advance` in one launch, with the decision whether the step is made.
 
     Args:
         state: The tuner before the step.
@@ -33,6 +39,7 @@ def advance(
         settings: The constants, in the units of delta.
         betas: `settings.betas` on the device.
         constants: What `constants_of` says, on the device.
+        lrs: The base's learning rate in this step, for each tuner.
         hold: Leave the tuner as it is.
         in_place: Write over the state and the counters: what a captured graph needs, which reads them where they were.
 
@@ -42,8 +49,10 @@ def advance(
     from mechanic_plugins import triton_kernels as kernels
 
     tuners, n = state.s.shape
-    width = 6 * n + 3
+    width = _width(n)
     old = _packed(state)
+    lr = lrs[0] if tuners == 1 else None
+    lr_column = sums if isinstance(lr, float) else column(lrs, sums.device)
     out = torch.empty(tuners * (width + 4) + 2, dtype=torch.float64, device=sums.device)
     new, scales, new_counters = torch.split(out, [tuners * width, tuners * 4, 2])
     kernels.tuner_kernel[(tuners,)](
@@ -55,6 +64,8 @@ def advance(
         counters,
         new_counters,
         scales,
+        lr_column,
+        *_halves(lr),
         tuners,
         RULE=_RULES.index(settings.rule),
         AUTO=settings.s_init == "auto",
@@ -62,6 +73,8 @@ def advance(
         CAPPED=settings.max_scale is not None,
         FROZEN=hold,
         HINDSIGHT=settings.hindsight != 1,
+        RESTATES=settings.own_warmup,
+        LR_AS_NUMBER=isinstance(lr, float),
         NUMBERS=_power(tuners * 5 + 1),
         n=n,
         N=_power(n),
@@ -84,15 +97,32 @@ def constants_of(settings: Settings) -> tuple[float, ...]:
 def _packed(state: TunerState) -> Tensor:
     """One row for each tuner."""
     base = state.s._base
-    if base is not None and state.h._base is base and base.dim() == 1 and state.s.stride(0) == 6 * state.s.shape[1] + 3:
+    if (
+        base is not None
+        and state.lr._base is base
+        and base.dim() == 1
+        and state.s.stride(0) == _width(state.s.shape[1])
+    ):
         return state.s
     return torch.cat(list(state), dim=1)
 
 
 def _unpacked(table: Tensor) -> TunerState:
     """Views of the rows."""
-    n = (table.shape[1] - 3) // 6
-    return TunerState(*torch.split(table, [n] * 6 + [1] * 3, dim=1))
+    n = (table.shape[1] - len(SCALARS)) // _VECTORS
+    return TunerState(*torch.split(table, [n] * _VECTORS + [1] * len(SCALARS), dim=1))
+
+
+def _width(n: int) -> int:
+    return _VECTORS * n + len(SCALARS)
+
+
+def _halves(number: float | Tensor | None) -> tuple[float, float]:
+    """A number as two of float32, which is what a kernel takes: together they have 48 of its 53 bits."""
+    if not isinstance(number, float) or not math.isfinite(number):
+        return 0.0, 0.0
+    high = ctypes.c_float(number).value
+    return high, ctypes.c_float(number - high).value
 
 
 def _power(number: int) -> int:

@@ -83,15 +83,17 @@ class Mechanic(Callback):
     Args:
         betas: The memories of the tuners whose bets are added up.
         s_init: The first scale ["auto": the first move is the share `first_move` of the weights' norm].
-        first_move: See s_init [1e-4].
+        first_move: See s_init [1e-3].
         s_decay: The paper's lambda, a pull on the scale towards small weights [0].
         eps: Guards a division [1e-8].
         rule: Which published tuner: "paper", "experiments", "optax" or "theory".
         preset: "paper" sets the paper's constants. What is left None has the value in brackets, or the preset's.
         normalize_lr: Let the result not depend on the optimizer's lr: the constants above are stated for an lr of 1.
-        smoothing: Play a log-average of the scale; 0 plays it as it is [0.98; 0 with a rule other than "paper"].
+        smoothing: Play a log-average of the scale; 0 plays it as it is [0.97; 0 with a rule other than "paper"].
         hindsight: The share of a change of scale that the updates of the past follow; the paper's is 1 [0.3; 1 with a
             rule other than "paper"].
+        own_warmup: Let the scale's own rise take the place of a schedule's warm-up: as the base's lr rises above all
+            earlier ones, the scale falls by as much [True; False with a rule other than "paper"].
         scope: "all" learns one scale for each optimizer, "group" one for each param group.
         max_scale: Never play a scale above this.
         group: The ranks that share the parameters, where that is not all ranks.
@@ -114,6 +116,7 @@ class Mechanic(Callback):
         normalize_lr: bool = True,
         smoothing: float | None = None,
         hindsight: float | None = None,
+        own_warmup: bool | None = None,
         scope: Scope = "all",
         max_scale: float | None = None,
         group: dist.ProcessGroup | None = None,
@@ -134,6 +137,7 @@ class Mechanic(Callback):
             normalize_lr=normalize_lr,
             smoothing=smoothing,
             hindsight=hindsight,
+            own_warmup=own_warmup,
             scope=scope,
             max_scale=max_scale,
             group=group,

@@ -86,6 +86,7 @@ PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "first_move": _NUMBER,
     "smoothing": _NUMBER,
     "hindsight": _NUMBER,
+    "own_warmup": _FLAG,
     "scope": _one_of(*get_args(Scope)),
     "max_scale": _NUMBER,
     "sync_replicas": _FLAG,

@@ -22,7 +22,7 @@ from mechanic_plugins.passes import Passes
 from mechanic_plugins.pieces import Closure, Decision, Entry, complete
 from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for, refuse_unattached
 from mechanic_plugins.slots import Slot
-from mechanic_plugins.tuner import SUMS, Sums, advance, keep_where, kept_share
+from mechanic_plugins.tuner import SUMS, Sums, advance, column, keep_where, kept_share, restated
 from mechanic_plugins.wrapper import Group, Wrapper
 
 __all__ = ["MechanicOptimizer"]
@@ -72,13 +72,12 @@ class MechanicOptimizer(Wrapper):
         if self._passes.uses_kernels(sums.device):
             return self._decided_on_gpu(sums, progress)
         moves = self._is_made(sums, progress)
-        before = progress.tuner
+        before = progress.tuner.played
+        kept = torch.ones_like(before)
         if moves is not False:
             self._note_lrs()
-            self._advance_tuner(sums, moves, progress)
-        after = progress.tuner
-        kept = kept_share(before, after, hindsight=self.settings.hindsight)
-        return Decision(moves, before.played[:, 0], after.played[:, 0], kept[:, 0])
+            kept = self._advance_tuner(sums, moves, progress)
+        return Decision(moves, before[:, 0], progress.tuner.played[:, 0], kept[:, 0])
 
     def _decided_on_gpu(self, sums: Tensor, progress: Progress) -> Decision:
         """The same in one launch."""
@@ -92,6 +91,7 @@ class MechanicOptimizer(Wrapper):
             settings=settings,
             betas=self._on_device(settings.betas, sums.device),
             constants=self._on_device(gpu_tuner.constants_of(settings), sums.device),
+            lrs=self._tuned_lrs(progress),
             hold=hold,
             in_place=is_capturing(sums.device),
         )
@@ -177,12 +177,31 @@ class MechanicOptimizer(Wrapper):
         progress.skipped = progress.skipped + ~finite
         return self._made_known(finite & (vector[-1] > 0), progress)
 
-    def _advance_tuner(self, vector: Tensor, moves: bool | Tensor, progress: Progress) -> None:
+    def _advance_tuner(self, vector: Tensor, moves: bool | Tensor, progress: Progress) -> Tensor:
+        """Returns what delta is multiplied by."""
         progress.steps = progress.steps + moves
+        old = progress.tuner
+        lr = column(self._tuned_lrs(progress), vector.device)
         if self._resolve_unit(progress) and not progress.frozen:
-            sums, settings = Sums.of(vector[:-1].view(-1, len(SUMS))), self._constants(progress)
-            new = advance(progress.tuner, sums, settings=settings, betas=self._on_device(settings.betas, vector.device))
-            progress.tuner = keep_where(moves, new, progress.tuner) if isinstance(moves, Tensor) else new
+            settings = self._constants(progress)
+            state, sums, fall = restated(old, Sums.of(vector[:-1].view(-1, len(SUMS))), lr)
+            new = advance(state, sums, settings=settings, betas=self._on_device(settings.betas, vector.device))
+            kept = kept_share(state, new, hindsight=settings.hindsight) / fall
+        else:
+            new, kept = old._replace(lr=torch.maximum(old.lr, lr)), torch.ones_like(lr)
+        if isinstance(moves, Tensor):
+            new, kept = keep_where(moves, new, old), torch.where(moves, kept, 1.0)
+        progress.tuner = new
+        return kept
+
+    def _tuned_lrs(self, progress: Progress) -> list[float | Tensor]:
+        """For each tuner the base's lr in this step, the highest of its groups; 0 without `own_warmup`."""
+        lrs: list[float | Tensor] = [0.0] * len(progress.tuner.s)
+        if self.settings.own_warmup:
+            for group in self.param_groups:
+                row = self._row(group, progress)
+                lrs[row] = _higher(lrs[row], group.get("lr"))
+        return lrs
 
     # ---------------------------------------------------------------- the dry run of torch.distributed.checkpoint
 
@@ -229,6 +248,19 @@ def _tuner_restored_on_error(progress: Progress) -> Iterator[None]:
     except BaseException:
         progress.tuner, progress.steps = tuner, steps
         raise
+
+
+def _higher(a: float | Tensor, b: float | Tensor | None) -> float | Tensor:
+    """Without waiting for a device."""
+    if b is None:
+        return a
+    if not isinstance(b, Tensor) or b.device.type == "cpu":
+        b = float(b)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.maximum(a, b)
+    if isinstance(b, Tensor):
+        return b.clamp(min=a)
+    return a.clamp(min=b) if isinstance(a, Tensor) else max(a, b)
 
 
 def _counters(progress: Progress) -> Tensor:

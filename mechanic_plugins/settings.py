@@ -16,12 +16,12 @@ Preset = Literal["paper"]
 Rule = Literal["paper", "experiments", "optax", "theory"]
 Scope = Literal["all", "group"]
 
-_AS_PUBLISHED: dict[str, Any] = {"smoothing": 0.0, "hindsight": 1.0}
+_AS_PUBLISHED: dict[str, Any] = {"smoothing": 0.0, "hindsight": 1.0, "own_warmup": False}
 """With a rule other than "paper" too: those are there to be compared with what was published."""
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, **_AS_PUBLISHED},
 }
-_LEFT_OPEN = ("s_init", "first_move", "s_decay", "eps", "smoothing", "hindsight")
+_LEFT_OPEN = ("s_init", "first_move", "s_decay", "eps", "smoothing", "hindsight", "own_warmup")
 """What may be None: the preset's value then, or the default."""
 
 
@@ -31,12 +31,13 @@ class Settings:
 
     betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
     s_init: float | Literal["auto"] = "auto"
-    first_move: float = 1e-4
+    first_move: float = 1e-3
     s_decay: float = 0.0
     eps: float = 1e-8
     rule: Rule = "paper"
-    smoothing: float = 0.98
+    smoothing: float = 0.97
     hindsight: float = 0.3
+    own_warmup: bool = True
     max_scale: float | None = None
     scope: Scope = "all"
     normalize_lr: bool = True
@@ -48,7 +49,7 @@ class Settings:
         if not (_is_number(self.first_move) and 0 < self.first_move < 1):
             raise ValueError(
                 f"first_move must be a number > 0 and < 1, got {self.first_move!r}: it is the share of the weights' "
-                "norm that the first move makes with s_init='auto'. The default is 1e-4."
+                "norm that the first move makes with s_init='auto'. The default is 1e-3."
             )
         _check_number("s_decay", self.s_decay, low=0.0, why="it is the weight of a norm penalty", out="0 turns it off")
         _check_number("eps", self.eps, low=0.0, why="it guards a division by sqrt(v)", out="the paper's value is 1e-8")
@@ -58,7 +59,7 @@ class Settings:
             low=0.0,
             high=1.0,
             why="it is the weight of the past in a moving average",
-            out="0 turns it off, 0.98 averages over about 50 steps",
+            out="0 turns it off, 0.97 averages over about 30 steps",
         )
         if not (_is_number(self.hindsight) and 0 <= self.hindsight <= 1):
             raise ValueError(
@@ -87,8 +88,14 @@ class Settings:
                 f"max_scale must be a finite number > 0, got {self.max_scale!r}: "
                 "the scale is capped there and would never leave zero. Leave it None for no cap."
             )
-        if not isinstance(self.normalize_lr, bool):
-            raise ValueError(f"normalize_lr must be True or False, got {self.normalize_lr!r}.")
+        if self.rule == "theory" and self.own_warmup:
+            raise ValueError(
+                f"own_warmup must be False with rule='theory', got {self.own_warmup!r}: the rule's bound is for bets "
+                "that are never restated. Use rule='paper', or own_warmup=False."
+            )
+        for name in ("normalize_lr", "own_warmup"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
 
     @classmethod
     def from_preset(cls, preset: str | None = None, **values: Any) -> Settings:

@@ -325,15 +325,16 @@ def fused_kernel(
 
 @triton.jit
 def tuner_kernel(
-    sums, old, new, betas, constants, counters, new_counters, scales, tuners,
+    sums, old, new, betas, constants, counters, new_counters, scales, lrs, lr_high, lr_low, tuners,
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
-    HINDSIGHT: tl.constexpr,
+    HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, LR_AS_NUMBER: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """`mechanic_plugins.tuner.advance` for one tuner a program, and whether the step is made, in one launch.
+    """`restated` and `advance` of `mechanic_plugins.tuner`, a tuner a program, and whether the step is made.
 
-    A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played and h. `counters` holds steps and
-    skipped. `scales` gets, for each tuner, before, after, whether the step is made and what delta is multiplied by.
+    A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played, h and lr. `lrs` has the base's lr of each
+    tuner, or the two halves are that of the only one. `counters` holds steps and skipped. `scales` gets, for each
+    tuner, before, after, whether the step is made and what delta is multiplied by.
     """
     program = tl.program_id(0)
     every = tl.arange(0, NUMBERS)
@@ -343,7 +344,7 @@ def tuner_kernel(
     if program == 0:
         tl.store(new_counters + 0, tl.load(counters + 0) + tl.where(made, 1.0, 0.0))
         tl.store(new_counters + 1, tl.load(counters + 1) + tl.where(is_finite, 0.0, 1.0))
-    width: tl.constexpr = 6 * n + 3
+    width: tl.constexpr = 6 * n + 4
     old += program * width
     new += program * width
     scales += program * 4
@@ -358,6 +359,7 @@ def tuner_kernel(
     s_init = tl.load(old + 6 * n)
     played = tl.load(old + 6 * n + 1)
     last_h = tl.load(old + 6 * n + 2)
+    last_lr = tl.load(old + 6 * n + 3)
     beta = tl.load(betas + lane, inside, 0.5)
     s_decay = tl.load(constants + 0)
     eps = tl.load(constants + 1)
@@ -367,6 +369,26 @@ def tuner_kernel(
     xx = tl.load(sums + 2)
     dx = tl.load(sums + 3)
     dd = tl.load(sums + 4)
+
+    was_s, was_m, was_v, was_init, was_played, lr = s, m, v, s_init, played, last_lr
+    fall = tl.zeros_like(last_lr) + 1.0
+    if RESTATES:
+        if LR_AS_NUMBER:
+            now = tl.zeros_like(last_lr) + lr_high + lr_low
+        else:
+            now = tl.load(lrs + program)
+        lr = tl.where(now > last_lr, now, last_lr)
+    if RESTATES and not FROZEN:
+        rises = (last_lr > 0) & (lr > last_lr)
+        fall = tl.where(rises, last_lr / tl.where(rises, lr, 1.0), 1.0)
+        s = s * fall
+        m = m / fall
+        v = v / (fall * fall)
+        s_init = s_init * fall
+        played = played * fall
+        dg = dg / fall
+        dx = dx / fall
+        dd = dd / (fall * fall)
 
     h = dg + s_decay * played * tl.sqrt(gg) * tl.where(xx > 0, dx / tl.sqrt(tl.where(xx > 0, xx, 1.0)), 0.0)
     if AUTO:
@@ -427,22 +449,25 @@ def tuner_kernel(
     keep = made
     if FROZEN:
         keep = made & False
-    tl.store(new + lane, tl.where(keep, new_s, s), inside)
+    tl.store(new + lane, tl.where(keep, new_s, was_s), inside)
     tl.store(new + n + lane, tl.where(keep, new_r, r), inside)
-    tl.store(new + 2 * n + lane, tl.where(keep, new_m, m), inside)
-    tl.store(new + 3 * n + lane, tl.where(keep, new_v, v), inside)
+    tl.store(new + 2 * n + lane, tl.where(keep, new_m, was_m), inside)
+    tl.store(new + 3 * n + lane, tl.where(keep, new_v, was_v), inside)
     tl.store(new + 4 * n + lane, tl.where(keep, new_q, q), inside)
     tl.store(new + 5 * n + lane, tl.where(keep, new_w0, w0), inside)
-    tl.store(new + 6 * n, tl.where(keep, new_init, s_init))
-    tl.store(new + 6 * n + 1, tl.where(keep, next_played, played))
+    tl.store(new + 6 * n, tl.where(keep, new_init, was_init))
+    tl.store(new + 6 * n + 1, tl.where(keep, next_played, was_played))
     tl.store(new + 6 * n + 2, tl.where(keep, h, last_h))
-    after = tl.where(keep, next_played, played)
+    tl.store(new + 6 * n + 3, tl.where(made, lr, last_lr))
+    after = tl.where(keep, next_played, was_played)
     kept = tl.zeros_like(after) + 1.0
     if HINDSIGHT:
         share = tl.load(constants + 5)
         rescaled = share + (1.0 - share) * played / tl.where(after > 0, after, 1.0)
-        kept = tl.where((played > 0) & (after > 0), rescaled, 1.0)
-    tl.store(scales + 0, played)
+        kept = tl.where(keep & (played > 0) & (after > 0), rescaled, 1.0)
+    if RESTATES:
+        kept = tl.where(keep, kept / fall, 1.0)
+    tl.store(scales + 0, was_played)
     tl.store(scales + 1, after)
     tl.store(scales + 2, tl.where(made, 1.0, 0.0).to(tl.float64))
     tl.store(scales + 3, kept)

@@ -12,8 +12,8 @@ and moves n coin bettors, one for each beta (Algorithm 1):
     r = max(0, beta * r - s * h)                the reward of what was bet
     s = (s_init * m / n + r) / (sqrt(v) + eps)  the next bet; S = sum(s)
 
-Two things go beyond the paper: `smoothing` plays a log-average of S, and with a `hindsight` below 1 the weights follow
-a change of S only in part (`kept_share`).
+Three things go beyond the paper: `smoothing` plays a log-average of S, with a `hindsight` below 1 the weights follow
+a change of S only in part (`kept_share`), and `own_warmup` keeps a schedule's warm-up out of it (`restated`).
 
 The paper's letters live in this module only: elsewhere S is `scale`, Delta is `delta`, lambda is `s_decay`.
 
@@ -23,7 +23,7 @@ Everything here is a pure function of tensors. Nothing waits for the device. Vec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,18 @@ from torch import Tensor
 
 from mechanic_plugins.settings import Settings
 
-__all__ = ["SUMS", "Sums", "TunerState", "advance", "fresh", "keep_where", "kept_share"]
+__all__ = [
+    "SCALARS",
+    "SUMS",
+    "Sums",
+    "TunerState",
+    "advance",
+    "column",
+    "fresh",
+    "keep_where",
+    "kept_share",
+    "restated",
+]
 
 SUMS = ("dg", "gg", "xx", "dx", "dd")
 """The five inner products a step needs, of delta (d), gradient (g) and weights (x), in this order."""
@@ -56,7 +67,7 @@ class TunerState(NamedTuple):
     """All that the tuner remembers.
 
     `q` and `w0` serve `rule="theory"` alone and are zero elsewhere. `played` is the scale that made the current
-    weights, `h` what the last step saw.
+    weights, `h` what the last step saw, `lr` the base's highest learning rate so far (0 without `own_warmup`).
     """
 
     s: Tensor
@@ -68,6 +79,11 @@ class TunerState(NamedTuple):
     s_init: Tensor
     played: Tensor
     h: Tensor
+    lr: Tensor
+
+
+SCALARS = ("s_init", "played", "h", "lr")
+"""The fields of `TunerState` that hold one number for each tuner."""
 
 
 class _Bets(NamedTuple):
@@ -82,7 +98,7 @@ class _Bets(NamedTuple):
 def fresh(settings: Settings, *, tuners: int, device: torch.device) -> TunerState:
     """The state before the first step."""
     n = len(settings.betas)
-    sizes = {name: 1 if name in ("s_init", "played", "h") else n for name in TunerState._fields}
+    sizes = {name: 1 if name in SCALARS else n for name in TunerState._fields}
     zeros = {name: torch.zeros(tuners, k, dtype=torch.float64, device=device) for name, k in sizes.items()}
     if settings.rule in ("experiments", "optax") and settings.s_init != "auto":
         zeros["s"] += settings.s_init
@@ -103,7 +119,44 @@ def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor)
     bets = _RULES[settings.rule](state._replace(s_init=s_init), h, _placed_bet(state, settings), betas, settings.eps)
     s = _capped(bets.s, settings.max_scale)
     played = _next_played(state, s, settings)
-    return TunerState(s, bets.r, bets.m, bets.v, bets.q, bets.w0, s_init=s_init, played=played, h=h)
+    return TunerState(s, bets.r, bets.m, bets.v, bets.q, bets.w0, s_init=s_init, played=played, h=h, lr=state.lr)
+
+
+def column(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """One number for each tuner, of shape (tuners, 1), without waiting for the device or copying to it."""
+    cells = (
+        number.to(device, torch.float64).reshape(())
+        if isinstance(number, Tensor)
+        else torch.full((), number, dtype=torch.float64, device=device)
+        for number in numbers
+    )
+    return torch.stack(list(cells)).unsqueeze(1)
+
+
+def restated(state: TunerState, sums: Sums, lr: Tensor) -> tuple[TunerState, Sums, Tensor]:
+    """As though all updates so far had been made at `lr`, where that is higher than every one before it.
+
+    Delta grows by as much as the scale falls, so that the weights stay where they are, and the learning rate in force
+    goes on from where it was: the scale's own rise takes the place of the schedule's.
+
+    Args:
+        state: The tuner before the step.
+        sums: Of this step, with delta as it is.
+        lr: The base's learning rate in this step, of shape (tuners, 1).
+
+    Returns:
+        The state and the sums in the new unit, and what delta is to be divided by.
+    """
+    fall = torch.where((state.lr > 0) & (lr > state.lr), state.lr / lr, 1.0)
+    state = state._replace(
+        s=state.s * fall,
+        m=state.m / fall,
+        v=state.v / fall**2,
+        s_init=state.s_init * fall,
+        played=state.played * fall,
+        lr=torch.where(lr > state.lr, lr, state.lr),
+    )
+    return state, sums._replace(dg=sums.dg / fall, dx=sums.dx / fall, dd=sums.dd / fall**2), fall
 
 
 def keep_where(condition: Tensor, new: TunerState, old: TunerState) -> TunerState:

@@ -106,6 +106,7 @@ class Part:
         smoothing: float,
         max_scale: float,
         hindsight: float,
+        own_warmup: bool,
     ) -> None:
         self.indices = indices
         self.tuner = tuner
@@ -113,6 +114,8 @@ class Part:
         self.smoothing = smoothing
         self.max_scale = max_scale
         self.hindsight = hindsight
+        self.own_warmup = own_warmup
+        self.highest_lr = 0.0
         self.kept = 1.0  # what Delta is multiplied by as the scale changes
         self.S = 0.0
         self.played = 0.0  # the smoothed S; equal to it without smoothing
@@ -132,6 +135,23 @@ class Part:
         self.S = float(self.tuner.s.sum())
         before, self.played = self.played, self.smoothed(self.S)
         self.kept = self.kept_of_Delta(before, self.played)
+
+    def meet_lr(self, lr: float) -> float:
+        """What the sum of updates is to be multiplied by, as though they had all been made at a new highest lr.
+
+        The scale is divided by it, so that the weights stay, and everything that the tuner remembers follows.
+        """
+        if not self.own_warmup or lr <= self.highest_lr:
+            return 1.0
+        growth = lr / self.highest_lr if self.highest_lr > 0 else 1.0
+        self.highest_lr = lr
+        self.S, self.played = self.S / growth, self.played / growth
+        self.tuner.s = self.tuner.s / growth
+        self.tuner.m = self.tuner.m * growth
+        self.tuner.v = self.tuner.v * growth**2
+        if self.first_move is not None:
+            self.tuner.s_init = self.tuner.s_init / growth
+        return growth
 
     def kept_of_Delta(self, before: float, after: float) -> float:
         """With it the weights go only the share `hindsight` of the way from before * Delta to after * Delta."""
@@ -162,7 +182,7 @@ class Reference:
         *,
         betas: Sequence[float] = BETAS,
         s_init: float | Literal["auto"] = "auto",
-        first_move: float = 1e-4,
+        first_move: float = 1e-3,
         s_decay: float = 0.0,
         eps: float = 1e-8,
         rule: str = "paper",
@@ -171,6 +191,7 @@ class Reference:
         max_scale: float | None = None,
         scope: Literal["all", "group"] = "all",
         hindsight: float | None = None,
+        own_warmup: bool | None = None,
     ) -> None:
         self.x_ref = [p.detach().to(torch.float64, copy=True) for p in params]
         self.x = [p.clone() for p in self.x_ref]
@@ -181,9 +202,11 @@ class Reference:
         self.c: float | None = None if normalize_lr else 1.0
         self.s_decay = s_decay
         if smoothing is None:
-            smoothing = 0.98 if rule == "paper" else 0.0
+            smoothing = 0.97 if rule == "paper" else 0.0
         if hindsight is None:
             hindsight = 0.3 if rule == "paper" else 1.0
+        if own_warmup is None:
+            own_warmup = rule == "paper"
 
         groups = [self._indices(group) for group in self.base.param_groups]
         parts = groups if scope == "group" else [[i for indices in groups for i in indices]]
@@ -197,6 +220,7 @@ class Reference:
                 smoothing=smoothing,
                 max_scale=math.inf if max_scale is None else max_scale,
                 hindsight=hindsight,
+                own_warmup=own_warmup,
             )
             for indices in parts
         ]
@@ -212,12 +236,20 @@ class Reference:
         self.find_c()
         for part in self.parts:
             if self.c is not None:  # with no learning rate seen yet Delta is 0: there is nothing to tune
+                growth = part.meet_lr(self.lr_of(part))
+                for i in part.indices:
+                    self.Delta[i] = self.Delta[i] * growth
                 counted = [i for i in part.indices if self.had_grad[i]]
                 x, Delta = [self.x[i] for i in counted], [self.Delta[i] for i in counted]
                 part.step(x, Delta, [g[i] for i in counted], self.s_decay * self.c)
             for i in part.indices:
                 self.Delta[i] = part.kept * self.Delta[i] + u[i]
                 self.x[i] = self.x_ref[i] + part.played * self.Delta[i]
+
+    def lr_of(self, part: Part) -> float:
+        """The highest learning rate among the part's groups."""
+        mine = [group for group in self.base.param_groups if set(self._indices(group)) & set(part.indices)]
+        return max(float(group["lr"]) for group in mine)
 
     def minimised_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradients of what is minimised, 0 where there is none."""

@@ -303,28 +303,45 @@ def scheduled_warm_up(base: torch.optim.Optimizer, step: int) -> None:
 
 
 adamw = BASES["AdamW"].build
+NOT_THEORY = ["paper", "experiments", "optax"]
 OPTIONS = [
     # Not theory: its wealth stays above 0 because it never bets more than half of it, and smoothing may.
-    Option("smoothing", {"smoothing": 0.9}, rules=["paper", "experiments", "optax"], grown=2.0),
+    Option("smoothing", {"smoothing": 0.9}, rules=NOT_THEORY, grown=2.0),
     Option("smoothing-number", {"smoothing": 0.9, "s_init": 1e-4}, rules=["experiments", "optax"], grown=2.0),
     Option("smoothing-turned", {"smoothing": 0.9}, gradient=turned, rules=["paper", "experiments"], grown=2.0),
     Option("turned", {}, gradient=turned, grown=2.0),
-    Option("hindsight", {"hindsight": 0.5, "s_init": 1e-4}, rules=["paper", "experiments", "optax"], grown=2.0),
+    Option("hindsight", {"hindsight": 0.5, "s_init": 1e-4}, rules=NOT_THEORY, grown=2.0),
     Option("no-hindsight", {"hindsight": 0.0, "s_decay": 0.1}, rules=["paper", "optax"], grown=2.0),
     Option("first-move", {"first_move": 1e-3}, rules=["paper", "optax"], grown=2.0),
     Option("hindsight-turned", {"hindsight": 0.5, "smoothing": 0.9}, gradient=turned, rules=["paper"], grown=2.0),
     Option("hindsight-group", {"scope": "group", "hindsight": 0.5}, two_groups, rules=["paper"]),
-    Option("max_scale", {"max_scale": 1e-4}, grown=2.0),
+    Option("max_scale", {"max_scale": 1e-4, "first_move": 1e-4}, grown=2.0),
     Option("number", {"s_init": 1e-4}, grown=2.0),
     Option("constants", {"betas": (0.5, 0.97, 1.0), "eps": 1e-3, "s_decay": 0.3, "s_init": 1e-4}, grown=2.0),
     Option("literal-constants", {"normalize_lr": False}, functools.partial(adamw, lr=0.01)),
     Option("scope-group", {"scope": "group"}, two_groups),
-    Option("warm-up", {}, functools.partial(adamw, lr=0.0), warm_up),
+    Option("warm-up", {"own_warmup": False}, functools.partial(adamw, lr=0.0), warm_up),
     Option("warm-up-scheduled", {"s_init": 1e-4}, functools.partial(adamw, lr=0.0), scheduled_warm_up, grown=2.0),
+    # The scale falls as the lr rises: what has grown a hundredfold is their product.
+    Option("own-warm-up", {"own_warmup": True}, functools.partial(adamw, lr=0.0), warm_up, rules=NOT_THEORY, grown=1.4),
+    Option(
+        "own-warm-up-group",
+        {"own_warmup": True, "scope": "group", "hindsight": 1.0, "smoothing": 0.0},
+        two_groups,
+        warm_up,
+        rules=["paper", "optax"],
+        grown=1.4,
+    ),
     Option("lambda", {"s_decay": 0.01}, rules=["paper"]),
     Option("group-lrs", {}, two_groups, rules=["paper"]),
     Option("scope-group-smoothing", {"scope": "group", "smoothing": 0.9}, two_groups, rules=["optax"]),
-    Option("scope-group-max_scale", {"scope": "group", "max_scale": 1e-2}, two_groups, rules=["paper"], grown=2.0),
+    Option(
+        "scope-group-max_scale",
+        {"scope": "group", "max_scale": 1e-2, "first_move": 1e-4},
+        two_groups,
+        rules=["paper"],
+        grown=2.0,
+    ),
     Option("maximize", {}, functools.partial(adamw, maximize=True), gradient=ascent, rules=["paper"]),
     Option("gaps", {}, gradient=with_gaps, rules=["paper"]),
     Option("gaps-scope-group", {"scope": "group"}, two_groups, gradient=with_gaps, rules=["theory"]),

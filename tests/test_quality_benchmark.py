@@ -40,7 +40,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 def test_every_family_trains(results: Path) -> None:
     ours = [record for record in records(results) if record["method"] == "mechanic"]
     language = {"language", "language, 500 steps", "language, 1000 steps"}
-    families = {"convex", "images", "fine-tuning", "streams", "trends"} | language
+    families = {"convex", "images", "fine-tuning", "streams", "warm-ups", "trends"} | language
     assert {record["family"] for record in ours} == families
     for record in ours:
         assert record["train_loss"] < record["losses"][0], record["problem"]

@@ -118,17 +118,17 @@ def test_lambda_by_hand() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_auto_s_init_by_hand(rule: str) -> None:
-    # x = (3, 4), of norm 5. g = (0, 0.5): Delta = (0, -0.5), and the next step knows s_init = 1e-4 * (1 + 5) / 0.5.
+    # x = (3, 4), of norm 5. g = (0, 0.5): Delta = (0, -0.5), and the next step knows s_init = 1e-3 * (1 + 5) / 0.5.
     reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,), s_decay=0.0, eps=1e-9, rule=rule)
     reference.step([vector(0.0, 0.5)])
     assert reference.x[0].tolist() == [3.0, 4.0]
     assert reference.vectors("s").tolist() == [0.0]
     reference.step([vector(0.0, 0.5)])
-    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-3, rel=1e-15)
+    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-2, rel=1e-15)
     # |h| = 0.25, so eps = 1e-9 shows in the ninth digit; theory has no q yet.
-    assert reference.vectors("s")[0] == (0 if rule == "theory" else pytest.approx(1.2e-3, rel=1e-8))
+    assert reference.vectors("s")[0] == (0 if rule == "theory" else pytest.approx(1.2e-2, rel=1e-8))
     reference.step([vector(0.0, 0.5)])
-    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-3, rel=1e-15)
+    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-2, rel=1e-15)
 
 
 def test_smoothing_by_hand() -> None:
@@ -312,3 +312,17 @@ def test_weights_go_where_the_published_ones_went(rule: str) -> None:
     for g, x in zip(golden["gradients"], golden["weights"][1:], strict=True):
         reference.step([vector(*g)])
         assert (reference.x[0] - vector(*x)).abs().max().item() <= 1e-12
+
+
+def test_own_warmup_by_hand() -> None:
+    # SGD at lr 1, 2, 2 with g = -1, -4, -2. After the first step S = 0, Delta = 1. Then the lr doubles: Delta = 2,
+    # h = -8, m = 8, v = 64, S = 0.1 and x = 2 + 0.1 (2 + 2 * 4). At last h = -20, r = 0.1 * 20, v = 0.25 * 64 + 400.
+    reference = one_weight("paper", own_warmup=True)
+    assert play(reference, -1) == [(0, 2)]
+    reference.base.param_groups[0]["lr"] = 2.0
+    S_3 = (0.1 * 20 + 2) / math.sqrt(416)
+    assert play(reference, -4, -2) == [
+        pytest.approx((0.1, 3), rel=1e-14),
+        pytest.approx((S_3, 2 + S_3 * (10 + 4)), rel=1e-14),
+    ]
+    assert reference.parts[0].highest_lr == 2

@@ -44,8 +44,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"smoothing": 1.0}, ("got 1.0", "moving average", "0 turns it off")),
     ({"smoothing": NAN}, ("got nan", "moving average", "0 turns it off")),
     ({"smoothing": 0.9, "rule": "theory"}, ("got 0.9", "exceed the wealth", "rule='paper'")),
-    ({"first_move": 0.0}, ("got 0.0", "share of the weights' norm", "The default is 1e-4")),
-    ({"first_move": 1.0}, ("got 1.0", "share of the weights' norm", "The default is 1e-4")),
+    ({"first_move": 0.0}, ("got 0.0", "share of the weights' norm", "The default is 1e-3")),
+    ({"first_move": 1.0}, ("got 1.0", "share of the weights' norm", "The default is 1e-3")),
     ({"smoothing": "0"}, ("got '0'", "moving average", "0 turns it off")),
     ({"hindsight": -0.1}, ("got -0.1", "share of a change of scale", "0 leaves the past alone")),
     ({"hindsight": 1.1}, ("got 1.1", "share of a change of scale", "0 leaves the past alone")),
@@ -64,6 +64,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"preset": "optax"}, ("got 'optax'", "must be one of 'paper'")),
     ({"normalize_lr": 1}, ("got 1", "must be True or False")),
     ({"normalize_lr": None}, ("got None", "must be True or False")),
+    ({"own_warmup": 1}, ("got 1", "must be True or False")),
+    ({"own_warmup": True, "rule": "theory"}, ("got True", "never restated", "rule='paper'")),
 ]
 
 
@@ -98,6 +100,7 @@ TAKEN: list[dict[str, Any]] = [
     {"max_scale": 1e-30},
     {"scope": "group"},
     {"normalize_lr": False},
+    {"own_warmup": False},
     *({"rule": rule} for rule in ("paper", "experiments", "optax", "theory")),
 ]
 
@@ -124,7 +127,7 @@ def test_a_value_beside_a_preset_wins_where_it_is_the_default_too() -> None:
 @pytest.mark.parametrize("rule", ["experiments", "optax", "theory"])
 def test_other_rules_come_as_published(rule: Any) -> None:
     settings = mechanize(torch.optim.SGD, rule=rule).settings
-    assert (settings.smoothing, settings.hindsight) == (0.0, 1.0)
+    assert (settings.smoothing, settings.hindsight, settings.own_warmup) == (0.0, 1.0, False)
 
 
 def test_a_base_with_a_longer_step_gets_constants_for_the_same_trajectory() -> None:

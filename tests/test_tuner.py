@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
 from typing import get_args
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mechanic_plugins import tuner
 from mechanic_plugins.settings import Rule, Settings
-from mechanic_plugins.tuner import SUMS, Sums, TunerState, advance, fresh, keep_where, kept_share
+from mechanic_plugins.tuner import SCALARS, SUMS, Sums, TunerState, advance, fresh, keep_where, kept_share, restated
 
 RULES = get_args(Rule)
 SMOOTHED = [(rule, smoothing) for rule in RULES for smoothing in (0.0, 0.9) if (rule, smoothing) != ("theory", 0.9)]
@@ -50,7 +51,7 @@ def test_every_rule_keeps_shapes_dtype_and_device(rule: Rule, tuners: int) -> No
     before = fresh(settings, tuners=tuners, device=CPU)
     after = play(settings, [sums(*[row] * tuners) for row in STEPS])[-1]
     for name, a, b in zip(TunerState._fields, before, after, strict=True):
-        columns = 1 if name in ("s_init", "played", "h") else 6
+        columns = 1 if name in SCALARS else 6
         assert a.shape == b.shape == (tuners, columns), name
         assert a.dtype == b.dtype == torch.float64, name
 
@@ -134,7 +135,7 @@ def test_a_masked_step_with_nan_keeps_every_entry_too() -> None:
 
 def test_auto_moves_a_share_of_the_weights_first_and_remembers_it() -> None:
     states = play(Settings(betas=(1.0,), eps=0.0), [sums(row) for row in STEPS])
-    assert states[1].s_init.item() == 1e-4 * (1 + 3.0) / 1.0
+    assert states[1].s_init.item() == 1e-3 * (1 + 3.0) / 1.0
     assert states[1].played.item() == states[1].s_init.item()
     assert states[-1].s_init.item() == states[1].s_init.item()
 
@@ -198,3 +199,34 @@ def test_the_first_scale_is_for_all_that_delta_holds() -> None:
     states = play(Settings(s_init=1e-3, hindsight=0.0), [sums(row) for row in STEPS[:2]])
     assert states[0].played.item() == 0 < states[1].played.item()
     assert kept_share(states[0], states[1], hindsight=0.0).item() == 1
+
+
+def test_restated_for_a_higher_lr_nothing_moves_and_everything_follows() -> None:
+    settings = Settings(s_init=1e-3)
+    state = play(settings, [sums(row) for row in STEPS[:3]])[-1]._replace(lr=torch.tensor([[0.25]]).double())
+    new, known, fall = restated(state, sums(STEPS[3]), torch.tensor([[1.0]]).double())
+    assert (fall.item(), new.lr.item()) == (0.25, 1.0)
+    before, after = state.played * sums(STEPS[3]).dg, new.played * known.dg  # h times the scale
+    assert after.item() == pytest.approx(before.item(), rel=1e-14)
+    # Delta is four times as long: so are m and the root of v, and the bets are a quarter.
+    assert torch.equal(new.m, 4 * state.m)
+    assert torch.equal(new.v, 16 * state.v)
+    assert torch.equal(new.s, state.s / 4)
+    assert torch.equal(new.r, state.r)
+    assert known.dd.item() == 16 * STEPS[3][4]
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.1, 0.25, math.nan])
+def test_an_lr_that_is_not_the_highest_restates_nothing(lr: float) -> None:
+    state = play(Settings(s_init=1e-3), [sums(row) for row in STEPS[:3]])[-1]
+    state = state._replace(lr=torch.tensor([[0.25]]).double())
+    new, known, fall = restated(state, sums(STEPS[3]), torch.tensor([[lr]]).double())
+    assert fall.item() == 1
+    assert all(map(torch.equal, new, state))
+    assert all(map(torch.equal, known, sums(STEPS[3])))
+
+
+def test_the_first_lr_restates_nothing() -> None:
+    state = fresh(Settings(), tuners=1, device=CPU)
+    new, _, fall = restated(state, sums(STEPS[1]), torch.tensor([[0.1]]).double())
+    assert (fall.item(), new.lr.item()) == (1.0, pytest.approx(0.1))

@@ -21,7 +21,7 @@ from mechanic_plugins.lion import Lion
 from mechanic_plugins.multi_tensor import Rows, kind_of
 from mechanic_plugins.settings import Settings
 from mechanic_plugins.slots import Part, Slot, needs_reference
-from mechanic_plugins.tuner import Sums, advance, fresh, kept_share
+from mechanic_plugins.tuner import Sums, advance, column, fresh, kept_share, restated
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 5), (4097,), (0,), (), (17, 33), (2, 3, 4, 5)]
@@ -149,36 +149,58 @@ def test_tensors_of_odd_length_are_kept_apart() -> None:
 @pytest.mark.parametrize("rule", ["paper", "experiments", "optax", "theory"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"smoothing": 0.9}, {"max_scale": 1e-3}, {"s_init": 1e-3}, {"hindsight": 0.6}, {"s_decay": 0.1}],
+    [
+        {},
+        {"smoothing": 0.9},
+        {"max_scale": 1e-3},
+        {"s_init": 1e-3},
+        {"hindsight": 0.6},
+        {"s_decay": 0.1},
+        {"own_warmup": True, "hindsight": 0.6},
+        {"own_warmup": True, "smoothing": 0.9, "s_init": 1e-3},
+    ],
     ids=str,
 )
-def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("tuners", [1, 2])
+def test_tuner_equals_torchs(rule: str, options: dict[str, Any], tuners: int) -> None:
     if rule == "theory" and options.keys() & {"smoothing", "hindsight"}:
         options = {"s_decay": 0.1}  # refused together
     chosen = Settings.from_preset(rule=rule, **options)  # type: ignore[arg-type]
     betas = torch.tensor(chosen.betas, dtype=torch.float64)
     constants = torch.tensor(gpu_tuner.constants_of(chosen), dtype=torch.float64)
-    plain = kernel = fresh(chosen, tuners=2, device=CPU)
+    plain = kernel = fresh(chosen, tuners=tuners, device=CPU)
     counters = torch.zeros(2, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for step in range(12):
-        sums = torch.randn(2, 5, dtype=torch.float64, generator=generator)
+        lrs: list[float | torch.Tensor] = [0.1 * min(step, 8) + row for row in range(tuners)]
+        sums = torch.randn(tuners, 5, dtype=torch.float64, generator=generator)
         sums[:, [1, 2, 4]] = sums[:, [1, 2, 4]].abs()
         if step == 0:
             sums[:, [0, 3, 4]] = 0
         vector = torch.cat([sums.flatten(), torch.ones(1, dtype=torch.float64)])
         if step == 6:
             vector[3] = float("nan")
-        before = plain
-        if step != 6:
-            plain = advance(plain, Sums.of(sums), settings=chosen, betas=betas)
+        before, kept = plain, torch.ones_like(plain.lr)
+        if step == 9:  # frozen
+            plain = before._replace(lr=torch.maximum(before.lr, column(lrs, CPU)) if chosen.own_warmup else before.lr)
+        elif step != 6:
+            lr = column(lrs if chosen.own_warmup else [0.0] * tuners, CPU)
+            state, known, fall = restated(before, Sums.of(sums), lr)
+            plain = advance(state, known, settings=chosen, betas=betas)
+            kept = kept_share(state, plain, hindsight=chosen.hindsight) / fall
         kernel, counters, scales = gpu_tuner.advance(
-            kernel, vector, counters, settings=chosen, betas=betas, constants=constants, hold=False, in_place=False
+            kernel,
+            vector,
+            counters,
+            settings=chosen,
+            betas=betas,
+            constants=constants,
+            lrs=lrs,
+            hold=step == 9,
+            in_place=False,
         )
-        assert scales[:, 2].tolist() == [float(step != 6)] * 2
-        torch.testing.assert_close(
-            scales[:, 3], kept_share(before, plain, hindsight=chosen.hindsight)[:, 0], rtol=1e-11, atol=0
-        )
+        expected = torch.cat([before.played, plain.played, torch.full_like(kept, float(step != 6)), kept], dim=1)
+        torch.testing.assert_close(scales, expected, rtol=1e-11, atol=0)
     for name, a, b in zip(plain._fields, plain, kernel, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=0, msg=name)
     assert counters.tolist() == [11, 1]
