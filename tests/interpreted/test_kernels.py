@@ -226,8 +226,11 @@ def train(base: str, steps: int, dtype: torch.dtype, **options: Any) -> tuple[li
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in [(5, 7), (9,), ()]]
     targets = [torch.randn_like(p) for p in params]
     sign = -1 if "maximize" in base else 1
+    warm_up = options.pop("warm_up", 1)
     optimizer = mechanize(BASES[base](params), **{"s_init": 1e-3, "s_decay": 0.01, **options})  # all five sums count
+    lr = optimizer.param_groups[0]["lr"]
     for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / warm_up)
         optimizer.zero_grad()
         swing = 0.5 * math.cos(step)
         loss = sum(((p - t - swing).float() ** 2).sum() for p, t in zip(params[: 2 + step % 2], targets, strict=False))
@@ -251,6 +254,15 @@ def test_fused_equals_any_base(base: str) -> None:
     torch.testing.assert_close(a.scale, b.scale, rtol=1e-4, atol=0)
     for p, q in zip(a._params(), b._params(), strict=True):
         assert a.state[p].keys() - {"momentum_buffer"} <= b.state[q].keys()
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_a_warm_up_by_kernels_is_torchs(backend: str) -> None:
+    plain, a = train("adamw", 30, torch.float32, backend="foreach", warm_up=20)
+    kernel, b = train("adamw", 30, torch.float32, backend=backend, warm_up=20)
+    torch.testing.assert_close(a.scale, b.scale, rtol=1e-5, atol=0)
+    for x, y in zip(plain, kernel, strict=True):
+        assert ((x - y).abs() <= 300 * EPS[torch.float32] * (1 + x.abs())).all()
 
 
 @pytest.mark.parametrize(
