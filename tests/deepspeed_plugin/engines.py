@@ -32,6 +32,7 @@ class Case:
     clip: float = 0.0
     accumulation: int = 1
     param_groups: int = 1
+    warmup: int = 0
     global_micro_batch: int = 8
     seed: int = 0
 
@@ -41,7 +42,7 @@ class Case:
     def id(self) -> str:
         words = [f"zero{self.stage}", self.base]
         words += [f"clip{self.clip}"] * (self.clip > 0) + [f"accumulate{self.accumulation}"] * (self.accumulation > 1)
-        words += [f"groups{self.param_groups}"] * (self.param_groups > 1)
+        words += [f"groups{self.param_groups}"] * (self.param_groups > 1) + [f"warmup{self.warmup}"] * (self.warmup > 0)
         words += [*(k for k in self.config if k != "zero_force_ds_cpu_optimizer"), *self.zero, *self.options]
         return "-".join(words)
 
@@ -72,6 +73,14 @@ def param_groups(network: nn.Module, case: Case) -> Any:
     others = [p for p in network.parameters() if p.ndim <= 1]
     lr = case.base_options["lr"]
     return [{"params": weights}, {"params": others, "lr": lr / 4, "weight_decay": 0.0}]
+
+
+def warm_up(groups: Any, case: Case, step: int) -> None:
+    """The learning rates of this step, as a schedule sets them."""
+    if case.warmup:
+        for index, group in enumerate(groups):
+            peak = case.base_options["lr"] / (4 if index else 1)
+            group["lr"] = peak * min(1.0, (step + 1) / case.warmup)
 
 
 def batches(case: Case, step: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -105,6 +114,7 @@ def plain_run(case: Case) -> dict[str, Any]:
     opt = mechanize(getattr(torch.optim, name)(param_groups(network, case), **case.base_options), **case.options)
     seen: dict[str, Any] = {"s": [], "h": [], "scale": []}
     for step in range(case.steps):
+        warm_up(opt.param_groups, case, step)
         opt.zero_grad()
         for x, y in batches(case, step):
             (loss_of(network, x, y) / case.accumulation).backward()
@@ -196,6 +206,7 @@ def backward(engine: Any, case: Case, step: int) -> Iterator[None]:
 def train(engine: Any, opt: Any, case: Case, steps: range) -> dict[str, Any]:
     seen: dict[str, Any] = {"s": [], "h": [], "scale": [], "reductions": []}
     for step in steps:
+        warm_up(engine.optimizer.param_groups, case, step)
         with counted_reductions() as reductions:
             for _ in backward(engine, case, step):
                 pass

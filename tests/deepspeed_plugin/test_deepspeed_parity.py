@@ -38,6 +38,9 @@ OFFLOADED = [
 VARIANTS = [
     *(Case(steps=20, stage=stage, param_groups=2, clip=0.1, options=LARGER) for stage in (0, 1, 2, 3)),
     *(Case(steps=20, stage=stage, param_groups=2, options={"scope": "group"}) for stage in (1, 3)),
+    *(Case(steps=20, stage=stage, param_groups=2, warmup=10, options=LARGER) for stage in (0, 1, 2, 3)),
+    Case(steps=20, stage=2, param_groups=2, warmup=10, options={"scope": "group"}),
+    Case(steps=20, stage=3, warmup=10, options=LARGER, **CPU_ADAM),
     Case(steps=20, stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01}),
     Case(
         steps=20, stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01, "maximize": True}, options={"s_init": 1e-6}
