@@ -13,6 +13,7 @@ __all__ = [
     "can_fuse_on_cpu",
     "check_supported",
     "has_state_before_step",
+    "ignores_a_schedule",
     "is_linear_in_lr",
     "skips_on_found_inf",
     "steps_parameters_independently",
@@ -40,6 +41,11 @@ def is_linear_in_lr(base: Optimizer) -> bool:
     name = f"{kind.__module__}.{kind.__qualname__}"
     declared = bool(getattr(kind, "linear_in_lr", False))
     return declared or _is_torchs(kind, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR
+
+
+def ignores_a_schedule(base: Optimizer) -> bool:
+    """Rprop's lr is its first step size: to change it later changes nothing."""
+    return isinstance(base, torch.optim.Rprop)
 
 
 def steps_parameters_independently(base: Optimizer) -> bool:

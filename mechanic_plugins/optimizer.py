@@ -188,16 +188,16 @@ class MechanicOptimizer(Wrapper):
             new = advance(state, sums, settings=settings, betas=self._on_device(settings.betas, vector.device))
             kept = kept_share(state, new, hindsight=settings.hindsight) / fall
         else:
-            new, kept = old._replace(lr=torch.maximum(old.lr, lr)), torch.ones_like(lr)
+            new, kept = old._replace(lr=torch.where(lr > old.lr, lr, old.lr)), torch.ones_like(lr)
         if isinstance(moves, Tensor):
             new, kept = keep_where(moves, new, old), torch.where(moves, kept, 1.0)
         progress.tuner = new
         return kept
 
     def _tuned_lrs(self, progress: Progress) -> list[float | Tensor]:
-        """For each tuner the base's lr in this step, the highest of its groups; 0 without `own_warmup`."""
+        """For each tuner the base's lr in this step, the highest of its groups; 0 where a warm-up is left alone."""
         lrs: list[float | Tensor] = [0.0] * len(progress.tuner.s)
-        if self.settings.own_warmup:
+        if self.settings.own_warmup and not bases.ignores_a_schedule(self.base):
             for group in self.param_groups:
                 row = self._row(group, progress)
                 lrs[row] = _higher(lrs[row], group.get("lr"))
@@ -251,7 +251,7 @@ def _tuner_restored_on_error(progress: Progress) -> Iterator[None]:
 
 
 def _higher(a: float | Tensor, b: float | Tensor | None) -> float | Tensor:
-    """Without waiting for a device."""
+    """Of two learning rates, without waiting for a device; a base may have none."""
     if b is None:
         return a
     if not isinstance(b, Tensor) or b.device.type == "cpu":

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 
 Record = dict[str, Any]
 
-PUBLISHED_ADAM = {
-    "dna": 100.0,
-    "glass": 72.0,
-    "iris": 98.3,
-    "letter": 77.8,
-    "pendigits": 96.2,
-    "usps": 98.6,
-    "vehicle": 82.1,
-    "vowel": 77.4,
-    "wine": 100.0,
+PUBLISHED = {
+    "dna": (100.0, 100.0),
+    "glass": (72.0, 72.3),
+    "iris": (98.3, 98.6),
+    "letter": (77.8, 77.7),
+    "pendigits": (96.2, 95.8),
+    "usps": (98.6, 98.6),
+    "vehicle": (82.1, 81.9),
+    "vowel": (77.4, 77.4),
+    "wine": (100.0, 100.0),
 }
-"""Training accuracy in per cent, read off the figures of the D-Adaptation paper, for its protocol."""
+"""Training accuracy in per cent of Adam and of D-Adaptation, from the latter's paper, for its protocol."""
 MECHANICS = {"mechanic": "C0", "mechanic, preset paper": "C1"}
 """Whose learned learning rates are shown, and in which colour."""
 SOLVED = 1e-4
@@ -168,14 +168,21 @@ def convex_table(results: Results) -> str:
     """Training accuracy beside the published one."""
     methods = results.methods()
     rows = []
-    for name, published in PUBLISHED_ADAM.items():
+    for name, published in PUBLISHED.items():
         problem = f"{name}, adamw"
         if "sweep" in results.runs.get(problem, {}):
             best = results.best(problem).accuracy
             found = [results.of(problem, method) for method in methods]
             cells = [f"{100 * mean(runs, 'accuracy'):.1f}" if runs else "" for runs in found]
-            rows.append([name, f"{published:.1f}", f"{100 * best:.1f}" if best is not None else "", *cells])
-    return table(["problem", "published Adam", "best of the sweep", *methods], rows)
+            rows.append(
+                [
+                    name,
+                    *(f"{figure:.1f}" for figure in published),
+                    f"{100 * best:.1f}" if best is not None else "",
+                    *cells,
+                ]
+            )
+    return table(["problem", "published Adam", "published D-Adaptation", "best of the sweep", *methods], rows)
 
 
 def ablation_table(results: Results) -> str:
