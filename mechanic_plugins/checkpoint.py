@@ -1,9 +1,10 @@
 """How Mechanic's state travels through checkpoints.
 
-The tuner goes as plain python numbers and lists of them in every param group, under keys that start with
-`mechanic_`: the one place that survives torch.save, torch.distributed.checkpoint (flattened or not) and FSDP1. Tensors
-of a parameter's own shape (`mechanic_delta`, and `mechanic_ref` for low-precision weights) go beside the base's
-moments, so that they are sharded and resharded like them. All of it loads with `torch.load(weights_only=True)`.
+The tuner goes as plain python numbers, lists of them and one string in every param group, under keys that start with
+`mechanic_` (see `checkpoint_format`): the one place that survives torch.save, torch.distributed.checkpoint (flattened
+or not) and FSDP1. Tensors of a parameter's own shape (`mechanic_delta`, and `mechanic_ref` for low-precision weights)
+go beside the base's moments, so that they are sharded and resharded like them. All of it loads with
+`torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -15,32 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mechanic_plugins.checkpoint_format import (
+    FORMAT,
+    HEADER,
+    PREFIX,
+    Header,
+    Record,
+    fields,
+    has_own_key,
+    holds_tuner,
+    parse,
+)
+from mechanic_plugins.checkpoint_settings import notice, portable
 from mechanic_plugins.settings import Settings
 from mechanic_plugins.slots import delta_dtype, needs_reference
 from mechanic_plugins.tuner import SCALARS, TunerState, fresh
 
-__all__ = [
-    "DELTA",
-    "PREFIX",
-    "REF",
-    "Progress",
-    "check",
-    "check_tuner",
-    "merge",
-    "read",
-    "split",
-    "strip",
-    "tuner_keys",
-    "write",
-]
+__all__ = ["DELTA", "PREFIX", "REF", "Progress", "check", "check_tuner", "merge", "read", "split", "strip", "write"]
 
-PREFIX = "mechanic_"
 DELTA = "mechanic_delta"
 REF = "mechanic_ref"
 
 StateDict = dict[str, Any]
-_VECTORS = ("s", "r", "m", "v")
-_THEORY_VECTORS = ("q", "w0")
 
 
 @dataclass
@@ -66,51 +63,55 @@ class Progress:
         mine = group.get(PREFIX + "s")
         return next((index for index, other in enumerate(self.seen) if other is mine), None)
 
+    def add_tuner(self, settings: Settings) -> None:
+        """One more, for a new param group."""
+        new = fresh(settings, tuners=1, device=self.tuner.s.device)
+        self.tuner = TunerState(*(torch.cat(pair) for pair in zip(self.tuner, new, strict=True)))
 
-def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settings) -> None:
+
+def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settings, *, delta_unit: float) -> None:
     """Puts the tuner into every param group. Waits for the device once."""
-    names = _names(settings)
+    names = fields(settings)
     parts = [getattr(progress.tuner, name) for name in names]
     counters = torch.stack([progress.steps, progress.skipped]).expand(parts[0].shape[0], 2)
     rows = torch.cat([*parts, counters], dim=1).tolist()
+    about = Header(FORMAT, len(rows), portable(settings), delta_unit)
     for index, group in enumerate(groups):
         numbers = iter(rows[index if len(rows) > 1 else 0])
+        later: dict[str, Any] = {}
         for name, part in zip(names, parts, strict=True):
             values = [next(numbers) for _ in range(part.shape[1])]
-            group[PREFIX + name] = values if name not in SCALARS else values[0]
+            home = group if has_own_key(name) else later
+            home[PREFIX + name] = values if name not in SCALARS else values[0]
         group[PREFIX + "steps"], group[PREFIX + "skipped"] = int(next(numbers)), int(next(numbers))
         group[PREFIX + "unit"], group[PREFIX + "frozen"] = progress.unit, progress.frozen
-        group[PREFIX + "tuners"] = len(rows)
+        group[HEADER] = about._replace(later=later).dump()
     progress.seen = tuple(group[PREFIX + "s"] for group in groups)
 
 
-def read(groups: Sequence[dict[str, Any]], settings: Settings, *, tuners: int, device: torch.device) -> Progress:
-    """The tuner that the param groups hold; groups without any start afresh."""
+def read(
+    groups: Sequence[dict[str, Any]], settings: Settings, *, tuners: int, device: torch.device
+) -> tuple[Progress, str | None]:
+    """The tuner that the param groups hold, and what to tell the user; groups without any start afresh."""
     progress = Progress.new(settings, tuners=tuners, device=device)
-    if PREFIX + "s" not in groups[0]:
-        return progress
-    rows = groups[:tuners]
+    if not holds_tuner(groups):
+        return progress, None
+    records = parse(groups, settings)
+    first = records[0]
+    progress.tuner = _tuner(records[:tuners], progress.tuner)
+    progress.steps, progress.skipped = progress.steps + first.steps, progress.skipped + first.skipped
+    progress.unit, progress.frozen = first.unit, first.frozen
+    progress.seen = tuple(group[PREFIX + "s"] for group in groups)
+    return progress, notice(first.header, settings)
+
+
+def _tuner(records: Sequence[Record], blank: TunerState) -> TunerState:
+    """A field that the checkpoint's format did not have keeps its fresh value."""
     values = {}
-    for name in _names(settings):
-        default = getattr(progress.tuner, name).tolist()
-        loaded = [g.get(PREFIX + name, default[i]) for i, g in enumerate(rows)]
-        values[name] = torch.tensor(loaded, dtype=torch.float64, device=device).reshape(tuners, -1)
-    progress.tuner = progress.tuner._replace(**values)
-    progress.steps = progress.steps + groups[0][PREFIX + "steps"]
-    progress.skipped = progress.skipped + groups[0][PREFIX + "skipped"]
-    progress.unit = float(groups[0][PREFIX + "unit"])
-    progress.frozen = bool(groups[0][PREFIX + "frozen"])
-    progress.seen = tuple(group.get(PREFIX + "s") for group in groups)
-    return progress
-
-
-def tuner_keys(settings: Settings) -> tuple[str, ...]:
-    """The keys of what one tuner knows; the others (steps, unit, ...) belong to the optimizer as a whole."""
-    return tuple(PREFIX + name for name in _names(settings))
-
-
-def _names(settings: Settings) -> tuple[str, ...]:
-    return _VECTORS + (_THEORY_VECTORS if settings.rule == "theory" else ()) + SCALARS
+    for name in records[0].numbers:
+        rows = [record.numbers[name] for record in records]
+        values[name] = torch.tensor(rows, dtype=torch.float64, device=blank.s.device)
+    return blank._replace(**values)
 
 
 def strip(groups: Sequence[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> None:
@@ -131,7 +132,7 @@ def split(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Tensor]
         if not isinstance(entries, dict):
             plain[key] = entries
             continue
-        ours[key] = {k: v for k, v in entries.items() if str(k).startswith(PREFIX)}
+        ours[key] = {k: v for k, v in entries.items() if str(k).startswith(PREFIX) and isinstance(v, Tensor)}
         if rest := {k: v for k, v in entries.items() if not str(k).startswith(PREFIX)}:
             plain[key] = rest
     return {**state_dict, "state": plain}, ours
@@ -154,44 +155,37 @@ def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Set
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         return  # the base's own load refuses it, before it changes anything
-    if not any(PREFIX + "s" in g for g in saved):
+    if not holds_tuner(saved):
         return
-    check_tuner(saved, settings)
+    steps = check_tuner(saved, settings)
     ids = [i for g in saved for i in g["params"]]
     params = dict(zip(ids, (p for g in groups for p in g["params"]), strict=True))
     entries = {i: e for i, e in state_dict["state"].items() if isinstance(e, dict) and i in params}
-    for i, entry in entries.items():
-        if DELTA in entry and entry[DELTA].shape != params[i].shape:
+    deltas = {i: e[DELTA] for i, e in entries.items() if isinstance(e.get(DELTA), Tensor)}
+    for i, delta in deltas.items():
+        if delta.shape != params[i].shape:
             raise ValueError(
-                f"the checkpoint's {DELTA} has shape {tuple(entry[DELTA].shape)} where the parameter has "
+                f"the checkpoint's {DELTA} has shape {tuple(delta.shape)} where the parameter has "
                 f"{tuple(params[i].shape)}: it was saved from another model, or with the parameters in another order."
             )
-    if saved[0][PREFIX + "steps"] and entries and not any(DELTA in e for e in entries.values()):
+    if steps and entries and not deltas:
         raise ValueError(
             f"the checkpoint has Mechanic's tuner but no {DELTA}: without the sum of the base's updates the learned "
             f"scale has no meaning. Remove the keys that start with {PREFIX!r} from its param groups to start afresh."
         )
 
 
-def check_tuner(saved: Sequence[dict[str, Any]], settings: Settings) -> None:
-    """Refuses param groups that hold another kind of tuner than these settings make."""
-    n = len(settings.betas)
-    for group in saved:
-        if PREFIX + "s" not in group:
-            raise ValueError("only some of the checkpoint's param groups hold Mechanic's tuner: it is damaged.")
-        if len(group[PREFIX + "s"]) != n:
-            raise ValueError(
-                f"the checkpoint was made with {len(group[PREFIX + 's'])} betas, this optimizer has {n}: "
-                "pass the same betas to mechanize()."
-            )
-        if settings.rule == "theory" and PREFIX + "q" not in group:
-            raise ValueError(
-                "the checkpoint was made with another rule than 'theory' and lacks its sums: "
-                "pass the same rule to mechanize()."
-            )
+def check_tuner(saved: Sequence[dict[str, Any]], settings: Settings) -> int:
+    """Refuses param groups that are damaged or hold another kind of tuner than these settings make.
+
+    Returns:
+        The steps that the tuner has made.
+    """
+    first, *_ = parse(saved, settings)
     tuners, other = (len(saved), "all") if settings.scope == "group" else (1, "group")
-    if saved[0][PREFIX + "tuners"] != tuners:
+    if first.header.tuners != tuners:
         raise ValueError(
             f"the checkpoint was made with scope={other!r}, this optimizer has scope={settings.scope!r}: "
             f"pass scope={other!r} to mechanize()."
         )
+    return first.steps

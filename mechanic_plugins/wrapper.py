@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from mechanic_plugins import bases, checkpoint
 from mechanic_plugins.checkpoint import DELTA, PREFIX, Progress
+from mechanic_plugins.checkpoint_format import holds_tuner
 from mechanic_plugins.passes import Backend, check_backend
 from mechanic_plugins.pieces import zeros_like
 from mechanic_plugins.settings import Settings
@@ -122,15 +123,11 @@ class Wrapper(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """The new parameters start with delta = 0; with `scope="group"` they get a tuner of their own."""
-        self._write_tuner()
+        progress = self._progress
         self.base.add_param_group(param_group)
-        first, new = self.param_groups[0], self.param_groups[-1]
-        new.update({k: copy.copy(v) for k, v in first.items() if k.startswith(PREFIX)})
         if self.settings.scope == "group":
-            blank: Group = {}
-            checkpoint.write([blank], Progress.new(self.settings, tuners=1, device=torch.device("cpu")), self.settings)
-            new.update({k: v for k, v in blank.items() if k in checkpoint.tuner_keys(self.settings)})
-        self._live = None
+            progress.add_tuner(self.settings)
+        self._write(progress)
         self._create_eager_state()
 
     # ---------------------------------------------------------------- the tuner and the checkpoint
@@ -149,13 +146,20 @@ class Wrapper(Optimizer):
         """The live tuner, on the parameters' device; read anew where somebody has loaded state or moved the model."""
         live, device = self._live, self._device()
         if live is not None and live.tuner.s.device != device:
-            checkpoint.write(self.param_groups, live, self.settings)
+            self._write(live)
             live = None
         if live is None or live.row_of(self.param_groups[0]) is None:
-            self._live = live = checkpoint.read(self.param_groups, self.settings, tuners=self._tuners(), device=device)
-            if not live.seen:
-                checkpoint.write(self.param_groups, live, self.settings)
+            self._live = live = self._read(device)
         return live
+
+    def _read(self, device: torch.device) -> Progress:
+        """The groups hold afterwards what is in force, so that nothing is said twice."""
+        progress, notice = checkpoint.read(self.param_groups, self.settings, tuners=self._tuners(), device=device)
+        if notice is not None:
+            warnings.warn(notice, stacklevel=4)
+        if notice is not None or not progress.seen:
+            self._write(progress)
+        return progress
 
     def _tuners(self) -> int:
         return len(self.param_groups) if self.settings.scope == "group" else 1
@@ -170,14 +174,17 @@ class Wrapper(Optimizer):
 
     def _hold_tuner(self) -> None:
         """The groups always hold the tuner's keys: loaders look for them there."""
-        if PREFIX + "s" in self.param_groups[0]:  # the base had loaded a mechanized checkpoint
+        if holds_tuner(self.param_groups):  # the base had loaded a mechanized checkpoint
             checkpoint.check_tuner(self.param_groups, self.settings)
+            self._write_tuner()
             return
-        progress = Progress.new(self.settings, tuners=self._tuners(), device=torch.device("cpu"))
-        checkpoint.write(self.param_groups, progress, self.settings)
+        self._write(Progress.new(self.settings, tuners=self._tuners(), device=torch.device("cpu")))
 
     def _write_tuner(self) -> None:
-        checkpoint.write(self.param_groups, self._progress, self.settings)
+        self._write(self._progress)
+
+    def _write(self, progress: Progress) -> None:
+        checkpoint.write(self.param_groups, progress, self.settings, delta_unit=self._delta_unit(progress))
 
     def _create_eager_state(self) -> None:
         """Bases that fill their state when built get no dry run: a load would find no place for delta."""
@@ -210,7 +217,7 @@ class Wrapper(Optimizer):
         ids = (i for group in plain["param_groups"] for i in group["params"])
         checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state)
         self._live = self._dry_state = self._last_lrs = None
-        if PREFIX + "s" not in self.param_groups[0]:
+        if not holds_tuner(self.param_groups):
             warnings.warn(
                 "the loaded state has no Mechanic in it: the base's moments are kept, and the scale is learned anew "
                 "from the current weights.",

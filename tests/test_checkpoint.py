@@ -114,8 +114,8 @@ def test_a_deferred_save_of_low_precision_weights_keeps_delta_in_float32() -> No
     assert not differences(everything(opt), everything(twin))
 
 
-def test_a_state_dict_is_numbers_lists_and_tensors() -> None:
-    """What survives torch.distributed.checkpoint and FSDP: python numbers in every group, tensors of p's shape."""
+def test_a_state_dict_is_numbers_lists_a_string_and_tensors() -> None:
+    """What survives torch.distributed.checkpoint and FSDP: python values in every group, tensors of p's shape."""
     model = perceptron()
     opt = mechanize(torch.optim.SGD(model.parameters(), lr=0.1))
     train(model, opt, 3)
@@ -123,7 +123,7 @@ def test_a_state_dict_is_numbers_lists_and_tensors() -> None:
     assert saved.keys() == {"state", "param_groups"}
     ours = {k: v for k, v in saved["param_groups"][0].items() if k.startswith("mechanic_")}
     numbers = [x for v in ours.values() for x in (v if isinstance(v, list) else [v])]
-    assert {type(x) for x in numbers} <= {float, int, bool}
+    assert {type(x) for x in numbers} <= {float, int, bool, str}
     for state, p in zip(saved["state"].values(), model.parameters(), strict=True):
         assert {k: v.shape for k, v in state.items()} == {"mechanic_delta": p.shape}
 

@@ -27,6 +27,8 @@ FLOORS = [
     {"reduction"},
     {"sharding"},
     {"lion", "muon"},  # optimizers to wrap, which torch has not
+    {"checkpoint_format"},
+    {"checkpoint_settings"},
     {"bases", "checkpoint"},
     {"pieces"},
     {"any_base", "fused"},
