@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from mechanic_plugins import checkpoint
+from mechanic_plugins.leaving import filled
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.passes import Backend, check_backend
 from mechanic_plugins.settings import Preset, Rule, Scope, Settings
@@ -141,17 +142,19 @@ def mechanize(
 def demechanize(optimizer: MechanicOptimizer) -> Optimizer:
     """The base optimizer, its lr multiplied by the learned scale, its moments kept.
 
-    A scheduler built before holds the old learning rates: build a new one on what this returns.
+    With `scope="group"`, a group that has learned nothing, because it is empty or was frozen all along, takes the
+    smallest of the other groups' scales. A scheduler built before holds the old learning rates: build a new one on what
+    this returns.
 
     Raises:
         RuntimeError: Nothing was learned yet.
     """
-    scales = optimizer.scales.tolist()
-    if not all(scale > 0 for scale in scales):
+    try:
+        scales = filled(optimizer.scales.tolist())
+    except ValueError as error:
         raise RuntimeError(
-            f"the learned scales are {scales}: training with a learning rate of 0 would stand still. "
-            "Train a few steps before demechanize()."
-        )
+            f"{error}: training with a learning rate of 0 would stand still. Train a few steps before demechanize()."
+        ) from error
     for group, scale in zip(optimizer.param_groups, scales, strict=True):
         for key in ("lr", "initial_lr"):
             if group.get(key) is not None:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.checkpoint import DELTA, strip
+from mechanic_plugins.leaving import filled, rescale, save_whole
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.passes import Backend
 from mechanic_plugins.settings import Preset, Rule, Scope
@@ -350,25 +351,31 @@ def demechanize_checkpoint(source: str | Path, target: str | Path) -> None:
         Trainer(max_epochs=20).fit(model, ckpt_path="plain.ckpt")
 
     For checkpoints in one file. Weights and moments stay; the optimizers' learning rates, and the schedules' of torch's
-    schedulers, are multiplied by the scale.
+    schedulers, are multiplied by the scale. A group that has learned none takes the smallest of its optimizer's others.
 
     Raises:
         ValueError: There is no scale above 0 in the checkpoint.
     """
     checkpoint = torch.load(source, map_location="cpu", weights_only=True)
     scales: dict[str, list[list[float]]] = checkpoint.pop("mechanic", {"optimizer_states": []})
-    rows = [row for row in scales["optimizer_states"] if row]
-    if not rows or min(map(min, rows)) <= 0:
-        raise ValueError(
-            f"{source} holds no learned scale above 0 (found {scales}): it was saved without the Mechanic callback, or "
-            "before the first steps. Resume from it as it is."
-        )
-    for state in checkpoint["optimizer_states"]:
-        strip(state["param_groups"], state["state"])
+    if not any(scales["optimizer_states"]):
+        raise ValueError(_nothing_learned(source, scales))
     for part, entries in scales.items():
         for state, row in zip(checkpoint[part], entries, strict=True):
-            _multiply(state, row)
-    torch.save(checkpoint, target)
+            if part == "optimizer_states":
+                strip(state["param_groups"], state["state"])
+            try:
+                rescale(state, filled(row) if row else [])
+            except ValueError as error:
+                raise ValueError(_nothing_learned(source, scales)) from error
+    save_whole(checkpoint, target)
+
+
+def _nothing_learned(source: str | Path, scales: object) -> str:
+    return (
+        f"{source} holds no learned scale above 0 (found {scales}): it was saved without the Mechanic callback, or "
+        "before the first steps. Resume from it as it is."
+    )
 
 
 def learned(strategy: Strategy) -> dict[str, list[list[float]]]:
@@ -382,19 +389,6 @@ def learned(strategy: Strategy) -> dict[str, list[list[float]]]:
 def _scales_of(optimizer: Any) -> list[float]:
     is_ours = isinstance(optimizer, MechanicOptimizer)
     return optimizer.scales.tolist() if is_ours else [1.0] * len(optimizer.param_groups)
-
-
-def _multiply(state: dict[str, Any], scales: Sequence[float]) -> None:
-    """Scales the learning rates in an optimizer's or a scheduler's state."""
-    for group, scale in zip(state.get("param_groups", ()), scales, strict=False):
-        group.update({key: group[key] * scale for key in ("lr", "initial_lr", "max_lr", "min_lr") if group.get(key)})
-    for key in ("base_lrs", "_last_lr", "max_lrs", "min_lrs"):
-        if key in state:
-            state[key] = [lr * scale for lr, scale in zip(state[key], scales, strict=True)]
-    if "eta_min" in state:
-        state["eta_min"] *= max(scales)
-    for part in state.get("_schedulers", ()):
-        _multiply(part, scales)
 
 
 # -------------------------------------------------------------------- what is refused, before training starts

@@ -35,13 +35,14 @@ if importlib.util.find_spec("accelerate") is None:
 
 import mechanic_plugins.accelerate as accelerate_plugin
 from mechanic_plugins.api import Mechanized, mechanize
+from mechanic_plugins.hf_checkpoint import demechanize_checkpoint, refuse_unscaled_resume
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.muon import MuonWithAdamW
 from mechanic_plugins.names import BASES, PREFIX, add_name, add_names
 from mechanic_plugins.optim_args import PARSERS, literal, split_optim_args
 from mechanic_plugins.optimizer import MechanicOptimizer
 
-__all__ = ["MechanicCallback", "find_mechanic", "register"]
+__all__ = ["MechanicCallback", "demechanize_checkpoint", "find_mechanic", "register"]
 
 Kwargs = dict[str, Any]
 Found = tuple[type[Optimizer], Kwargs]
@@ -204,6 +205,8 @@ class MechanicCallback(TrainerCallback):
                 'Mechanic: somebody replaced it. Take the "optimizer" block out of the DeepSpeed config, and pass '
                 "Trainer no optimizer of your own."
             )
+        if find_mechanic(optimizer) is None:
+            refuse_unscaled_resume(optimizer)
 
     def on_log(
         self,

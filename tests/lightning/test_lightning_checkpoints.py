@@ -101,3 +101,26 @@ def test_only_a_checkpoint_with_mechanic_can_be_demechanized(tmp_path: Path) -> 
     fit(lightning_of("lightning.pytorch"), 1, mechanic=False, save=tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match="holds no learned scale"):
         demechanize_checkpoint(tmp_path / "plain.ckpt", tmp_path / "out.ckpt")
+
+
+def two_groups(model: nn.Module) -> Any:
+    """The second group is frozen for good."""
+    first, *rest = model.parameters()
+    for p in rest:
+        p.requires_grad_(False)
+    return torch.optim.AdamW([{"params": [first]}, {"params": rest, "lr": 0.5}], lr=0.1)
+
+
+def test_a_frozen_group_takes_the_scale_of_the_others(tmp_path: Path) -> None:
+    """With scope="group" its own stays 0, and the checkpoint was said to hold none."""
+    pl = lightning_of("lightning.pytorch")
+    model = module(pl, two_groups)
+    fitted = trainer(pl, Mechanic(scope="group"), max_epochs=2)
+    fitted.fit(model, loader())
+    fitted.save_checkpoint(tmp_path / "mechanic.ckpt")
+    scales = fitted.optimizers[0].scales.tolist()
+    assert scales[0] > 0 == scales[1]
+    demechanize_checkpoint(tmp_path / "mechanic.ckpt", tmp_path / "plain.ckpt")
+    saved = torch.load(tmp_path / "plain.ckpt", weights_only=True)
+    lrs = [group["lr"] for group in saved["optimizer_states"][0]["param_groups"]]
+    assert lrs == [0.1 * scales[0], 0.5 * scales[0]]
