@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic_plugins.checkpoint import DELTA, PREFIX
+from mechanic_plugins.checkpoint import DELTA, PREFIX, check_tuner
 from mechanic_plugins.optimizer import MechanicOptimizer
 
 __all__ = ["mend_universal_load", "mend_universal_load_of_stage3"]
@@ -35,6 +35,7 @@ def mend_universal_load_of_stage3(zero: Any, mechanic: MechanicOptimizer) -> Non
     def load(checkpoint_dir: str) -> None:
         original(checkpoint_dir)
         folder = Path(checkpoint_dir) / "zero"
+        # DeepSpeed has just unpickled this very file, classes of its own among it: weights_only would guard nothing
         saved = torch.load(folder / "optimizer_state.pt", map_location="cpu", weights_only=False)
         for group, old in zip(mechanic.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
             group.update({key: value for key, value in old.items() if key != "params"})
@@ -58,6 +59,7 @@ def _load_piece(zero: Any, state: dict[str, Any], piece: Tensor, params: Sequenc
 
 
 def _check_loaded(mechanic: MechanicOptimizer, pieces: Sequence[Tensor], checkpoint_dir: str) -> None:
+    check_tuner(mechanic.param_groups, mechanic.settings)
     if not mechanic.param_groups[0].get(f"{PREFIX}steps"):
         warnings.warn(
             f"the universal checkpoint {checkpoint_dir} has no Mechanic in it: the base's moments are kept, and the "

@@ -48,6 +48,7 @@ def _pose_as_weights(source: Path, target: Path) -> bool:
         if not path.name.endswith("_optim_states.pt"):
             (target / path.name).symlink_to(path.resolve())
             continue
+        # `convert` has let DeepSpeed unpickle this very file, classes of its own among it: weights_only guards nothing
         saved = torch.load(path, map_location="cpu", weights_only=False)
         if not _replace_weights(saved["optimizer_state_dict"]):
             return False

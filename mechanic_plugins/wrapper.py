@@ -11,7 +11,8 @@ import copy
 import functools
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -81,6 +82,7 @@ class Wrapper(Optimizer):
         self._held: dict[str, Progress | None] = {}
         self._numbers: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
         self._dry_state: object = None
+        self._is_plain = False
         self._last_lrs: list[Any] | None = None
         self._warned_of_skips = False
         for name in _HOOKS:
@@ -184,7 +186,30 @@ class Wrapper(Optimizer):
         self._write(self._progress)
 
     def _write(self, progress: Progress) -> None:
-        checkpoint.write(self.param_groups, progress, self.settings, delta_unit=self._delta_unit(progress))
+        if not self._is_plain:
+            checkpoint.write(self.param_groups, progress, self.settings, delta_unit=self._delta_unit(progress))
+
+    @contextmanager
+    def loading_plain(self) -> Iterator[None]:
+        """Lets torch.distributed.checkpoint load what was saved without Mechanic.
+
+            with opt.loading_plain():
+                states = get_optimizer_state_dict(model, opt)
+                dcp.load(states, checkpoint_id=folder)
+                set_optimizer_state_dict(model, opt, states)
+
+        It refuses a checkpoint that lacks a key of the optimizer's: within, the optimizer has none of Mechanic's. What
+        Mechanic had learned is dropped, and it starts afresh from the weights it then finds.
+        """
+        checkpoint.strip(self.param_groups, self.state)
+        self._is_plain = True
+        try:
+            yield
+        finally:
+            self._is_plain = False
+            self._live = None
+            self._hold_tuner()
+            self._create_eager_state()
 
     def _create_eager_state(self) -> None:
         """Bases that fill their state when built get no dry run: a load would find no place for delta."""
@@ -200,6 +225,8 @@ class Wrapper(Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._write_tuner()
+        if self._is_plain:
+            checkpoint.strip((), self.state)  # of what a dry run has put there
         state_dict = self.base.state_dict()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict

@@ -226,3 +226,13 @@ def test_a_new_group_gets_a_tuner_of_its_own_and_the_others_keep_theirs() -> Non
     saved = opt.state_dict()["param_groups"]
     assert [json.loads(g["mechanic_tuners"])["tuners"] for g in saved] == [3, 3, 3]
     assert saved[2]["mechanic_steps"] == 10
+
+
+def test_loading_plain_starts_afresh() -> None:
+    opt = trained()
+    keys = set(opt.param_groups[0])
+    with opt.loading_plain():
+        assert not [key for group in opt.param_groups for key in group if key.startswith("mechanic_")]
+        assert not [key for entry in opt.state_dict()["state"].values() for key in entry if key.startswith("mechanic_")]
+    assert set(opt.param_groups[0]) == keys
+    assert opt.scale.item() == opt.metrics()["mechanic/steps"] == 0
