@@ -25,7 +25,8 @@ def demechanize_checkpoint(source: str | Path, target: str | Path) -> None:
 
     Weights and moments stay; the learning rates of optimizer and schedule are multiplied by the learned scale, whatever
     --learning_rate says. The source is left alone, and the target appears only when it is complete. For checkpoints
-    whose optimizer is one file, optimizer.pt: not those of DeepSpeed or FSDP.
+    whose optimizer is one file, optimizer.pt: not those of DeepSpeed or FSDP. Checkpoints of 0.1 are read as of a base
+    whose update is linear in lr, which all but some that `register` adds are.
 
     Raises:
         ValueError: The folder holds no learned scale, or the target exists.
@@ -61,8 +62,9 @@ def _learned(optimizer: dict[str, Any], source: Path) -> list[float]:
     groups = optimizer["param_groups"]
     if not holds_tuner(groups):
         raise ValueError(f"{source} was saved without Mechanic: resume from it as it is.")
+    scales = scales_in(groups)
     try:
-        return filled(scales_in(groups))
+        return filled(scales)
     except ValueError as error:
         raise ValueError(f"{source} holds no learned scale: {error}. Train a few steps more.") from error
 
