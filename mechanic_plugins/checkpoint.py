@@ -29,6 +29,7 @@ from mechanic_plugins.checkpoint_format import (
 )
 from mechanic_plugins.checkpoint_settings import notice, portable
 from mechanic_plugins.settings import Settings
+from mechanic_plugins.sharding import local
 from mechanic_plugins.slots import delta_dtype, needs_reference
 from mechanic_plugins.tuner import SCALARS, TunerState, fresh
 
@@ -163,6 +164,11 @@ def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Set
     entries = {i: e for i, e in state_dict["state"].items() if isinstance(e, dict) and i in params}
     deltas = {i: e[DELTA] for i, e in entries.items() if isinstance(e.get(DELTA), Tensor)}
     for i, delta in deltas.items():
+        if not delta.is_meta and not local(delta).isfinite().all():
+            raise ValueError(
+                f"the checkpoint's {DELTA} of parameter {i} is not finite, and every step would be skipped: it is "
+                "damaged. Load another checkpoint."
+            )
         if delta.shape != params[i].shape:
             raise ValueError(
                 f"the checkpoint's {DELTA} has shape {tuple(delta.shape)} where the parameter has "

@@ -106,9 +106,18 @@ def parse_header(value: object) -> Header:
             f"the checkpoint has format {found} of Mechanic's state, this version of mechanic-plugins reads formats up "
             f"to {FORMAT}: pip install --upgrade mechanic-plugins"
         )
-    if loaded.keys() != set(Header._fields):
-        raise ValueError(f"the checkpoint's {HEADER} has the entries {sorted(loaded)}: {_DAMAGED}")
-    return Header(**loaded)
+    if loaded.keys() != set(Header._fields) or not _is_sound(header := Header(**loaded)):
+        raise ValueError(f"the checkpoint's {HEADER} is {value!r}, which makes no sense: {_DAMAGED}")
+    return header
+
+
+def _is_sound(header: Header) -> bool:
+    numbers = (header.format, header.tuners, header.delta_unit)
+    return (
+        all(isinstance(number, (int, float)) and 0 < number < math.inf for number in numbers)
+        and isinstance(header.settings, dict)
+        and isinstance(header.later, dict)
+    )
 
 
 _WAY_OUT = (

@@ -89,7 +89,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         ("", "cannot be read"),
         (None, "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"format": 2}', "entries"),
+        ('{"format": 2}', "makes no sense"),
     ],
 }
 
@@ -101,6 +101,17 @@ def test_a_value_of_the_wrong_type_is_refused(saved: dict[str, Any], name: str, 
     refused(damaged, message)
 
 
+HEADERS = [("settings", None), ("later", []), ("tuners", "1"), ("delta_unit", NAN), ("delta_unit", 0.0), ("format", 0)]
+
+
+@pytest.mark.parametrize(("entry", "value"), HEADERS)
+def test_a_header_that_makes_no_sense_is_refused(saved: dict[str, Any], entry: str, value: Any) -> None:
+    damaged = copy.deepcopy(saved)
+    group = damaged["param_groups"][0]
+    group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), entry: value})
+    refused(damaged, "mechanic_tuners is .* makes no sense: it is damaged")
+
+
 def test_delta_that_is_no_tensor_counts_as_missing(saved: dict[str, Any]) -> None:
     """torch puts an empty dict where a flattened state dict has nothing."""
     damaged = copy.deepcopy(saved)
@@ -109,6 +120,18 @@ def test_delta_that_is_no_tensor_counts_as_missing(saved: dict[str, Any]) -> Non
     opt = trained(5)
     with pytest.raises(ValueError, match="tuner but no mechanic_delta"):
         opt.load_state_dict(damaged)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_delta_that_is_not_finite_is_refused(saved: dict[str, Any], value: float) -> None:
+    """It loaded, and every step after it was skipped."""
+    damaged = copy.deepcopy(saved)
+    damaged["state"][1]["mechanic_delta"][3] = value
+    opt = trained(5)
+    before = everything(opt)
+    with pytest.raises(ValueError, match="mechanic_delta of parameter 1 is not finite"):
+        opt.load_state_dict(damaged)
+    assert not differences(before, everything(opt))
 
 
 def test_a_newer_format_is_refused(saved: dict[str, Any]) -> None:
