@@ -85,7 +85,10 @@ def parse(groups: Sequence[Mapping[str, Any]], settings: Settings) -> list[Recor
                 f"only some of the checkpoint's param groups hold Mechanic's tuner, group {index} does not: it is "
                 f"damaged. {_WAY_OUT}"
             )
-    return [_Reader(index, group, settings).record() for index, group in enumerate(groups)]
+    records = [_Reader(index, group, settings).record() for index, group in enumerate(groups)]
+    if len({(record.header.format, *record.numbers) for record in records}) > 1:
+        raise ValueError(f"the checkpoint's param groups are not all of one format: {_DAMAGED}")
+    return records
 
 
 def parse_header(value: object) -> Header:

@@ -122,6 +122,12 @@ def test_delta_that_is_no_tensor_counts_as_missing(saved: dict[str, Any]) -> Non
         opt.load_state_dict(damaged)
 
 
+def test_groups_of_different_formats_are_refused(saved: dict[str, Any]) -> None:
+    damaged = copy.deepcopy(saved)
+    damaged["param_groups"][1]["mechanic_tuners"] = 1
+    refused(damaged, "not all of one format: it is damaged")
+
+
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_delta_that_is_not_finite_is_refused(saved: dict[str, Any], value: float) -> None:
     """It loaded, and every step after it was skipped."""
