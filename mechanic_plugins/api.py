@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, overload
+from typing import Literal, TypedDict, overload
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from mechanic_plugins import checkpoint
+from mechanic_plugins.classes import Mechanized, class_with, wrap
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.passes import Backend, check_backend
 from mechanic_plugins.settings import Preset, Rule, Scope, Settings
 
-__all__ = ["Mechanized", "Options", "demechanize", "mechanize"]
+__all__ = ["Options", "demechanize", "mechanize"]
 
 
 class Options(TypedDict, total=False):
@@ -39,30 +39,10 @@ class Options(TypedDict, total=False):
     backend: Backend
 
 
-@dataclass(frozen=True)
-class Mechanized:
-    """An optimizer class that will be mechanized when it is called: `mechanize(AdamW)(model.parameters())`."""
-
-    cls: type[Optimizer]
-    settings: Settings
-    group: dist.ProcessGroup | None = field(default=None, repr=False)
-    sync_replicas: bool = False
-    backend: Backend = "auto"
-
-    def __call__(self, params: Any, *base_args: Any, **base_kwargs: Any) -> MechanicOptimizer:
-        return MechanicOptimizer(
-            self.cls(params, *base_args, **base_kwargs),
-            self.settings,
-            group=self.group,
-            sync_replicas=self.sync_replicas,
-            backend=self.backend,
-        )
-
-
 @overload
 def mechanize(optimizer: Optimizer, **options: Unpack[Options]) -> MechanicOptimizer: ...
 @overload
-def mechanize(optimizer: type[Optimizer], **options: Unpack[Options]) -> Mechanized: ...
+def mechanize(optimizer: type[Optimizer], **options: Unpack[Options]) -> type[Mechanized]: ...
 def mechanize(
     optimizer: Optimizer | type[Optimizer],
     *,
@@ -82,11 +62,14 @@ def mechanize(
     group: dist.ProcessGroup | None = None,
     sync_replicas: bool = False,
     backend: Backend = "auto",
-) -> MechanicOptimizer | Mechanized:
+) -> MechanicOptimizer | type[Mechanized]:
     """Wraps an optimizer so that the scale of its learning rate is learned while it trains.
 
         opt = mechanize(torch.optim.AdamW(model.parameters()))           # an instance
         opt = mechanize(torch.optim.AdamW, s_decay=0.0)(model.parameters())  # a class
+
+    What comes out is a `MechanicOptimizer`, or a subclass of it, which has the base in its name (`MechanicAdamW`) and
+    a class the base's own constructor.
 
     The base's lr, weight decay and schedule keep their meaning: the learning rate in force is `scale * lr`. What is
     left None has the value in brackets, or the preset's.
@@ -134,8 +117,8 @@ def mechanize(
     )
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         check_backend(backend)
-        return Mechanized(optimizer, settings, group, sync_replicas, backend)
-    return MechanicOptimizer(optimizer, settings, group=group, sync_replicas=sync_replicas, backend=backend)
+        return class_with(optimizer, settings, sync_replicas, backend, group)
+    return wrap(optimizer, settings, group=group, sync_replicas=sync_replicas, backend=backend)
 
 
 def demechanize(optimizer: MechanicOptimizer) -> Optimizer:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 try:
+    import transformers.optimization
     from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
     from transformers.training_args import OptimizerNames, TrainingArguments
 except ImportError as error:
@@ -34,7 +35,7 @@ if importlib.util.find_spec("accelerate") is None:
     raise ImportError("transformers' Trainer needs accelerate: pip install 'mechanic-plugins[transformers]'")
 
 import mechanic_plugins.accelerate as accelerate_plugin
-from mechanic_plugins.api import Mechanized, mechanize
+from mechanic_plugins.api import mechanize
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.muon import MuonWithAdamW
 from mechanic_plugins.names import BASES, PREFIX, add_name, add_names
@@ -104,7 +105,7 @@ def _class_and_kwargs(original: Callable[..., Found], args: TrainingArguments, m
         cls, kwargs = _from_transformers(original, _with_optim(args, _on_this_device(base, args), rest), model)
     else:
         cls, kwargs = base, _kwargs_of(base, args, model, rest)
-    return _class_for_trainer(mechanize(cls, **options)), kwargs
+    return mechanize(cls, **options), kwargs
 
 
 def _on_this_device(base: str, args: TrainingArguments) -> str:
@@ -125,12 +126,13 @@ def _from_transformers(original: Callable[..., Found], args: TrainingArguments, 
     if ("bnb" in name or "8bit" in name) and importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(f"{name} needs bitsandbytes: pip install bitsandbytes")
     cls, kwargs = original(args, model)
-    return (_linear_in_lr(cls) if name == "adafactor" else cls), kwargs
+    return (Adafactor if name == "adafactor" else cls), kwargs
 
 
-def _linear_in_lr(cls: type[Optimizer]) -> type[Optimizer]:
-    """Trainer builds Adafactor without relative steps: lr is then a plain factor, and Mechanic may rely on it."""
-    return type(cls.__name__, (cls,), {"linear_in_lr": True, "__module__": cls.__module__, "__doc__": cls.__doc__})
+class Adafactor(transformers.optimization.Adafactor):
+    """As Trainer builds it, without relative steps: lr is then a plain factor, and Mechanic may rely on it."""
+
+    linear_in_lr = True
 
 
 def _kwargs_of(base: type[Optimizer], args: TrainingArguments, model: Any, optim_args: dict[str, str]) -> Kwargs:
@@ -160,20 +162,6 @@ def _refuse_unknown(base: type[Optimizer], kwargs: Kwargs) -> None:
             f"optim_args has {key}={kwargs[key]!r}, which is a key of neither Mechanic ({', '.join(PARSERS)}) nor "
             f"{base.__name__} ({', '.join(k for k in accepted if k != 'params')})."
         )
-
-
-def _class_for_trainer(mechanized: Mechanized) -> type[Optimizer]:
-    """A class whose instances are `MechanicOptimizer`s.
-
-    Trainer takes what is not an Optimizer class for a factory with other arguments, and looks for "bitsandbytes" in
-    the class's name when it decides about 32-bit embeddings: hence a class, in the base's module.
-    """
-    base = mechanized.cls
-
-    def build(cls: type[Optimizer], params: Any, **kwargs: Any) -> MechanicOptimizer:
-        return mechanized(params, **kwargs)
-
-    return type(f"Mechanic{base.__name__}", (Optimizer,), {"__new__": build, "__module__": base.__module__})
 
 
 # -------------------------------------------------------------------------------- the logs

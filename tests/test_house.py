@@ -33,6 +33,7 @@ FLOORS = [
     {"passes"},
     {"wrapper"},
     {"optimizer"},
+    {"classes"},
     {"api"},
     {"__init__"},
     {"names", "optim_args"},

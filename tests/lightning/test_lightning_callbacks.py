@@ -152,8 +152,8 @@ def test_learning_rate_monitor_lists_each_optimizer_once(pl: ModuleType, tmp_pat
     logger = pl.loggers.CSVLogger(tmp_path)
     trainer(pl, Mechanic(), monitor, logger=logger).fit(module(pl, optimizers), loader())
     assert monitor.lrs == {
-        "lr-MechanicOptimizer/body": [0.3, 0.15, 0.075],
-        "lr-MechanicOptimizer/pg2": [0.1, 0.05, 0.025],
+        "lr-MechanicSGD/body": [0.3, 0.15, 0.075],
+        "lr-MechanicSGD/pg2": [0.1, 0.05, 0.025],
     }
 
 

@@ -22,7 +22,7 @@ from mechanic_plugins.muon import MuonWithAdamW
 
 def test_a_trainer_run_is_a_plain_loop_with_mechanize(tmp_path: Path) -> None:
     result = run(command_line(tmp_path))
-    assert result["optimizers"] == ["AcceleratedOptimizer", "MechanicOptimizer", "AdamW"]
+    assert result["optimizers"] == ["AcceleratedOptimizer", "MechanicAdamW", "AdamW"]
     assert len(result["batches"]) == STEPS
     assert_same(result, plain_loop(by_step([result])))
 
