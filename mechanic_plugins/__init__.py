@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mechanic_plugins.api import demechanize as demechanize
     from mechanic_plugins.api import mechanize as mechanize
+    from mechanic_plugins.api import unwrap as unwrap
     from mechanic_plugins.classes import Mechanized as Mechanized
     from mechanic_plugins.optimizer import MechanicOptimizer as MechanicOptimizer
 
@@ -16,9 +17,10 @@ _HOMES = {
     "Mechanized": "classes",
     "demechanize": "api",
     "mechanize": "api",
+    "unwrap": "api",
 }
 
-__all__ = ["MechanicOptimizer", "Mechanized", "demechanize", "mechanize"]
+__all__ = ["MechanicOptimizer", "Mechanized", "demechanize", "mechanize", "unwrap"]
 
 
 if not TYPE_CHECKING:  # mypy would take any name for one of ours

@@ -1,9 +1,9 @@
-"""The two functions a user needs."""
+"""The functions a user needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.passes import Backend, check_backend
 from mechanic_plugins.settings import Preset, Rule, Scope, Settings
 
-__all__ = ["Options", "demechanize", "mechanize"]
+__all__ = ["Options", "chain", "demechanize", "find", "mechanize", "unwrap"]
 
 
 class Options(TypedDict, total=False):
@@ -121,23 +121,65 @@ def mechanize(
     return wrap(optimizer, settings, group=group, sync_replicas=sync_replicas, backend=backend)
 
 
-def demechanize(optimizer: MechanicOptimizer) -> Optimizer:
-    """The base optimizer, its lr multiplied by the learned scale, its moments kept.
+def unwrap(optimizer: Any) -> MechanicOptimizer:
+    """The mechanized optimizer inside a framework's wrapper, where `scale` and `metrics()` are.
 
-    A scheduler built before holds the old learning rates: build a new one on what this returns.
+        optimizer = accelerator.prepare(mechanize(torch.optim.AdamW(model.parameters())))
+        unwrap(optimizer).metrics()
+
+    Args:
+        optimizer: Accelerate's, Lightning's or Fabric's optimizer, one of DeepSpeed's or its engine, or the mechanized
+            one itself.
 
     Raises:
+        TypeError: There is none in it.
+    """
+    found = find(optimizer)
+    if found is None:
+        raise TypeError(f"there is no mechanized optimizer in {chain(optimizer)}: mechanize() it before it is wrapped.")
+    return found
+
+
+def find(optimizer: Any) -> MechanicOptimizer | None:
+    """As `unwrap`, and None where there is none."""
+    while optimizer is not None and not isinstance(optimizer, MechanicOptimizer):
+        optimizer = getattr(optimizer, "optimizer", None)
+    if optimizer is None:
+        return None
+    # Lightning's and Fabric's have a class derived from that of the optimizer they hold
+    held = vars(optimizer).get("_optimizer")
+    return held if isinstance(held, MechanicOptimizer) else optimizer
+
+
+def chain(optimizer: Any) -> str:
+    """Names what wraps what: "AcceleratedOptimizer around AdamW"."""
+    names = []
+    while optimizer is not None:
+        names.append(type(optimizer).__name__)
+        optimizer = getattr(optimizer, "optimizer", None)
+    return " around ".join(names) or "None"
+
+
+def demechanize(optimizer: Any) -> Optimizer:
+    """The base optimizer, its lr multiplied by the learned scale, its moments kept.
+
+    A scheduler built before holds the old learning rates: build a new one on what this returns. A framework's wrapper
+    around the optimizer is looked into (see `unwrap`), but still holds Mechanic afterwards: hand it the new one.
+
+    Raises:
+        TypeError: Not mechanized.
         RuntimeError: Nothing was learned yet.
     """
-    scales = optimizer.scales.tolist()
+    mechanic = unwrap(optimizer)
+    scales = mechanic.scales.tolist()
     if not all(scale > 0 for scale in scales):
         raise RuntimeError(
             f"the learned scales are {scales}: training with a learning rate of 0 would stand still. "
             "Train a few steps before demechanize()."
         )
-    for group, scale in zip(optimizer.param_groups, scales, strict=True):
+    for group, scale in zip(mechanic.param_groups, scales, strict=True):
         for key in ("lr", "initial_lr"):
             if group.get(key) is not None:
                 group[key] = group[key] * scale
-    checkpoint.strip(optimizer.param_groups, optimizer.state)
-    return optimizer.base
+    checkpoint.strip(mechanic.param_groups, mechanic.state)
+    return mechanic.base

@@ -35,14 +35,14 @@ if importlib.util.find_spec("accelerate") is None:
     raise ImportError("transformers' Trainer needs accelerate: pip install 'mechanic-plugins[transformers]'")
 
 import mechanic_plugins.accelerate as accelerate_plugin
-from mechanic_plugins.api import mechanize
+from mechanic_plugins.api import chain, find, mechanize
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.muon import MuonWithAdamW
 from mechanic_plugins.names import BASES, PREFIX, add_name, add_names
 from mechanic_plugins.optim_args import PARSERS, literal, split_optim_args
 from mechanic_plugins.optimizer import MechanicOptimizer
 
-__all__ = ["MechanicCallback", "find_mechanic", "register"]
+__all__ = ["MechanicCallback", "register"]
 
 Kwargs = dict[str, Any]
 Found = tuple[type[Optimizer], Kwargs]
@@ -167,13 +167,6 @@ def _refuse_unknown(base: type[Optimizer], kwargs: Kwargs) -> None:
 # -------------------------------------------------------------------------------- the logs
 
 
-def find_mechanic(optimizer: Any) -> MechanicOptimizer | None:
-    """Mechanic inside accelerate's and DeepSpeed's wrappers, which hold what they wrap as `optimizer`."""
-    while optimizer is not None and not isinstance(optimizer, MechanicOptimizer):
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer
-
-
 class MechanicCallback(TrainerCallback):
     """Puts the scale into every training log, beside transformers' own learning_rate. Comes along by itself."""
 
@@ -186,9 +179,9 @@ class MechanicCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Training at a learning rate that was meant to be scaled would fail without a word."""
-        if is_mechanic(args) and find_mechanic(optimizer) is None:
+        if is_mechanic(args) and find(optimizer) is None:
             raise RuntimeError(
-                f"--optim {_name(args)} was asked for, but the optimizer is a {_chain(optimizer)} without "
+                f"--optim {_name(args)} was asked for, but the optimizer is {chain(optimizer)} without "
                 'Mechanic: somebody replaced it. Take the "optimizer" block out of the DeepSpeed config, and pass '
                 "Trainer no optimizer of your own."
             )
@@ -202,7 +195,7 @@ class MechanicCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        mechanic = find_mechanic(optimizer)
+        mechanic = find(optimizer)
         if mechanic is None or logs is None or "loss" not in logs:
             return
         metrics = _worth_logging(mechanic)
@@ -220,14 +213,6 @@ def _worth_logging(mechanic: MechanicOptimizer) -> dict[str, float]:
     if mechanic.settings.scope == "group":
         wanted.update(key for key in metrics if key.startswith(("mechanic/scale/", "mechanic/effective_lr/")))
     return {key: value for key, value in metrics.items() if key in wanted}
-
-
-def _chain(optimizer: Any) -> str:
-    names = []
-    while optimizer is not None:
-        names.append(type(optimizer).__name__)
-        optimizer = getattr(optimizer, "optimizer", None)
-    return " around a ".join(names) or "None"
 
 
 # -------------------------------------------------------------------------------- registration

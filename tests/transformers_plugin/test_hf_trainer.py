@@ -236,7 +236,7 @@ def test_a_replaced_optimizer_is_noticed_before_the_first_step(tmp_path: Path) -
     args = trainer_arguments(tmp_path, optim="mechanic_adamw")
     plain = torch.optim.AdamW(model.parameters(), lr=1.0)
     trainer = Trainer(model=model, args=args, train_dataset=Sequences(), optimizers=(plain, None))
-    with pytest.raises(RuntimeError, match="but the optimizer is a AcceleratedOptimizer around a AdamW without"):
+    with pytest.raises(RuntimeError, match="but the optimizer is AcceleratedOptimizer around AdamW without"):
         trainer.train()
 
 
