@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mechanic_plugins.optimizer import MechanicOptimizer
 
-__all__ = ["TOO_SHORT", "ScaleHistory", "is_still_rising", "learned_lr", "report"]
+__all__ = ["TOO_SHORT", "ScaleHistory", "is_still_rising", "learned_lr", "peak_lr", "report"]
 
 TOO_SHORT = (
     "Mechanic's scale was still rising as fast as ever when the run ended, so most of it was trained at too small a "
@@ -99,7 +99,7 @@ def learned_lr(optimizer: MechanicOptimizer) -> list[float]:
 
     What a plain optimizer's lr would be if its schedule began again.
     """
-    return [s * _peak_lr(group) for s, group in zip(optimizer.scales.tolist(), optimizer.param_groups, strict=True)]
+    return [s * peak_lr(group) for s, group in zip(optimizer.scales.tolist(), optimizer.param_groups, strict=True)]
 
 
 def is_still_rising(history: ScaleHistory) -> bool:
@@ -137,15 +137,18 @@ def report(optimizer: MechanicOptimizer, history: ScaleHistory | None = None) ->
 
 
 def _final(optimizer: MechanicOptimizer) -> list[tuple[float, float]]:
-    return list(zip(optimizer.scales.tolist(), map(_peak_lr, optimizer.param_groups), strict=True))
+    return list(zip(optimizer.scales.tolist(), map(peak_lr, optimizer.param_groups), strict=True))
 
 
 def _names(optimizer: MechanicOptimizer) -> Sequence[str]:
     return [str(group.get("name", f"pg{index}")) for index, group in enumerate(optimizer.param_groups, start=1)]
 
 
-def _peak_lr(group: dict[str, Any]) -> float:
-    """A scheduler notes where it began; one that climbs from there, as OneCycleLR, also how high it goes."""
+def peak_lr(group: dict[str, Any]) -> float:
+    """The highest lr that the group's schedule reaches.
+
+    A scheduler notes where it began; one that climbs from there, as OneCycleLR, also how high it goes.
+    """
     lrs = (group.get(key) for key in ("max_lr", "initial_lr", "lr"))
     lr = next((lr for lr in lrs if lr is not None), 1.0)
     return float(lr)
