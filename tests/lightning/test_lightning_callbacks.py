@@ -378,7 +378,8 @@ def test_strategies_nobody_tried(pl: ModuleType) -> None:
 
 
 def test_an_old_lightning() -> None:
-    check_version("lightning.pytorch", "2.5.0.post0")
+    for version in ("2.5.0.post0", "2.7rc1", "2.6.dev0+abc", "3.0"):  # an int() of "7rc1" raised
+        check_version("lightning.pytorch", version)
     with pytest.raises(ImportError, match=r"pytorch_lightning 2\.4\.1 is too old.*--upgrade pytorch-lightning"):
         check_version("pytorch_lightning", "2.4.1")
 
