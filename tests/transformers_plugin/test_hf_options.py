@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.training_args import OptimizerNames
 from mechanic_plugins.api import Options
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.optim_args import PARSERS, BaseKeys, literal, split_optim_args
+from mechanic_plugins.schedules import objection
 from mechanic_plugins.transformers import register
 
 ADAMW = BaseKeys.of(torch.optim.AdamW)
@@ -209,3 +211,20 @@ def test_a_floor_that_is_a_share_is_fine(tmp_path: Path, kind: str, kwargs: dict
 def test_plain_optimizers_may_have_any_floor(tmp_path: Path) -> None:
     argv = scheduled(tmp_path, "cosine_with_min_lr", {"min_lr": 1e-5}, 5e-5)
     assert run([*argv, "--optim", "adamw_torch"])["logs"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "is_wrong"), [({}, False), ({"min_lr": 1e-6}, True), ({"min_lr": [0.0, 1e-6]}, True)]
+)
+def test_a_plateau_may_have_no_floor_either(kwargs: dict[str, Any], is_wrong: bool) -> None:
+    text = objection("reduce_lr_on_plateau", kwargs, 5e-5)
+    assert ("min_lr=1e-06" in (text or "")) is is_wrong
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon"])
+def test_a_trainers_optimizer_can_be_pickled(tmp_path: Path, name: str) -> None:
+    """Adafactor's class was made on the fly, under another class's name."""
+    opt = built(tmp_path, name)
+    twin = pickle.loads(pickle.dumps(opt))
+    assert type(twin).__name__ == type(opt).__name__
+    assert type(twin.base) is type(opt.base)
