@@ -1,8 +1,36 @@
 """Train without tuning the learning rate: `mechanize` any torch optimizer."""
 
-from mechanic_plugins.api import Mechanized as Mechanized
-from mechanic_plugins.api import demechanize as demechanize
-from mechanic_plugins.api import mechanize as mechanize
-from mechanic_plugins.optimizer import MechanicOptimizer as MechanicOptimizer
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mechanic_plugins.api import demechanize as demechanize
+    from mechanic_plugins.api import mechanize as mechanize
+    from mechanic_plugins.api import unwrap as unwrap
+    from mechanic_plugins.classes import Mechanized as Mechanized
+    from mechanic_plugins.optimizer import MechanicOptimizer as MechanicOptimizer
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "MechanicOptimizer": "optimizer",
+    "Mechanized": "classes",
+    "demechanize": "api",
+    "mechanize": "api",
+    "unwrap": "api",
+}
+
+__all__ = ["MechanicOptimizer", "Mechanized", "demechanize", "mechanize", "unwrap"]
+
+
+if not TYPE_CHECKING:  # mypy would take any name for one of ours
+
+    def __getattr__(name: str) -> object:
+        """Loads torch with the first name that needs it: a script started by the runner may have to set it up first."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from mechanic_plugins.api import mechanize as mechanize
+from mechanic_plugins.classes import wrap
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.optimizer import MechanicOptimizer
 
@@ -61,7 +62,7 @@ def _keeping_mechanic(mapping: Mapping) -> Mapping:
     def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
         if not isinstance(optimizer, MechanicOptimizer):
             return mapping(optimizer)
-        return MechanicOptimizer(
+        return wrap(
             _offloaded(optimizer.base, mapping),
             optimizer.settings,
             group=optimizer.group,

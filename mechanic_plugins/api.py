@@ -1,9 +1,8 @@
-"""The two functions a user needs."""
+"""The functions a user needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, overload
 
 import torch.distributed as dist
@@ -11,12 +10,13 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from mechanic_plugins import checkpoint
+from mechanic_plugins.classes import Mechanized, class_with, wrap
 from mechanic_plugins.leaving import filled
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.passes import Backend, check_backend
 from mechanic_plugins.settings import Preset, Rule, Scope, Settings
 
-__all__ = ["Mechanized", "Options", "demechanize", "mechanize"]
+__all__ = ["Options", "chain", "demechanize", "find", "mechanize", "unwrap"]
 
 
 class Options(TypedDict, total=False):
@@ -40,30 +40,10 @@ class Options(TypedDict, total=False):
     backend: Backend
 
 
-@dataclass(frozen=True)
-class Mechanized:
-    """An optimizer class that will be mechanized when it is called: `mechanize(AdamW)(model.parameters())`."""
-
-    cls: type[Optimizer]
-    settings: Settings
-    group: dist.ProcessGroup | None = field(default=None, repr=False)
-    sync_replicas: bool = False
-    backend: Backend = "auto"
-
-    def __call__(self, params: Any, *base_args: Any, **base_kwargs: Any) -> MechanicOptimizer:
-        return MechanicOptimizer(
-            self.cls(params, *base_args, **base_kwargs),
-            self.settings,
-            group=self.group,
-            sync_replicas=self.sync_replicas,
-            backend=self.backend,
-        )
-
-
 @overload
 def mechanize(optimizer: Optimizer, **options: Unpack[Options]) -> MechanicOptimizer: ...
 @overload
-def mechanize(optimizer: type[Optimizer], **options: Unpack[Options]) -> Mechanized: ...
+def mechanize(optimizer: type[Optimizer], **options: Unpack[Options]) -> type[Mechanized]: ...
 def mechanize(
     optimizer: Optimizer | type[Optimizer],
     *,
@@ -83,11 +63,14 @@ def mechanize(
     group: dist.ProcessGroup | None = None,
     sync_replicas: bool = False,
     backend: Backend = "auto",
-) -> MechanicOptimizer | Mechanized:
+) -> MechanicOptimizer | type[Mechanized]:
     """Wraps an optimizer so that the scale of its learning rate is learned while it trains.
 
         opt = mechanize(torch.optim.AdamW(model.parameters()))           # an instance
         opt = mechanize(torch.optim.AdamW, s_decay=0.0)(model.parameters())  # a class
+
+    What comes out is a `MechanicOptimizer`, or a subclass of it, which has the base in its name (`MechanicAdamW`) and
+    a class the base's own constructor.
 
     The base's lr, weight decay and schedule keep their meaning: the learning rate in force is `scale * lr`. What is
     left None has the value in brackets, or the preset's.
@@ -135,29 +118,71 @@ def mechanize(
     )
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         check_backend(backend)
-        return Mechanized(optimizer, settings, group, sync_replicas, backend)
-    return MechanicOptimizer(optimizer, settings, group=group, sync_replicas=sync_replicas, backend=backend)
+        return class_with(optimizer, settings, sync_replicas, backend, group)
+    return wrap(optimizer, settings, group=group, sync_replicas=sync_replicas, backend=backend)
 
 
-def demechanize(optimizer: MechanicOptimizer) -> Optimizer:
+def unwrap(optimizer: Any) -> MechanicOptimizer:
+    """The mechanized optimizer inside a framework's wrapper, where `scale` and `metrics()` are.
+
+        optimizer = accelerator.prepare(mechanize(torch.optim.AdamW(model.parameters())))
+        unwrap(optimizer).metrics()
+
+    Args:
+        optimizer: Accelerate's, Lightning's or Fabric's optimizer, one of DeepSpeed's or its engine, or the mechanized
+            one itself.
+
+    Raises:
+        TypeError: There is none in it.
+    """
+    found = find(optimizer)
+    if found is None:
+        raise TypeError(f"there is no mechanized optimizer in {chain(optimizer)}: mechanize() it before it is wrapped.")
+    return found
+
+
+def find(optimizer: Any) -> MechanicOptimizer | None:
+    """As `unwrap`, and None where there is none."""
+    while optimizer is not None and not isinstance(optimizer, MechanicOptimizer):
+        optimizer = getattr(optimizer, "optimizer", None)
+    if optimizer is None:
+        return None
+    # Lightning's and Fabric's have a class derived from that of the optimizer they hold
+    held = vars(optimizer).get("_optimizer")
+    return held if isinstance(held, MechanicOptimizer) else optimizer
+
+
+def chain(optimizer: Any) -> str:
+    """Names what wraps what: "AcceleratedOptimizer around AdamW"."""
+    names = []
+    while optimizer is not None:
+        names.append(type(optimizer).__name__)
+        optimizer = getattr(optimizer, "optimizer", None)
+    return " around ".join(names) or "None"
+
+
+def demechanize(optimizer: Any) -> Optimizer:
     """The base optimizer, its lr multiplied by the learned scale, its moments kept.
 
     With `scope="group"`, a group that has learned nothing, because it is empty or was frozen all along, takes the
     smallest of the other groups' scales. A scheduler built before holds the old learning rates: build a new one on what
-    this returns.
+    this returns. A framework's wrapper around the optimizer is looked into (see `unwrap`), but still holds Mechanic
+    afterwards: hand it the new one.
 
     Raises:
+        TypeError: Not mechanized.
         RuntimeError: Nothing was learned yet.
     """
+    mechanic = unwrap(optimizer)
     try:
-        scales = filled(optimizer.scales.tolist())
+        scales = filled(mechanic.scales.tolist())
     except ValueError as error:
         raise RuntimeError(
             f"{error}: training with a learning rate of 0 would stand still. Train a few steps before demechanize()."
         ) from error
-    for group, scale in zip(optimizer.param_groups, scales, strict=True):
+    for group, scale in zip(mechanic.param_groups, scales, strict=True):
         for key in ("lr", "initial_lr"):
             if group.get(key) is not None:
                 group[key] = group[key] * scale
-    checkpoint.strip(optimizer.param_groups, optimizer.state)
-    return optimizer.base
+    checkpoint.strip(mechanic.param_groups, mechanic.state)
+    return mechanic.base

@@ -93,9 +93,6 @@ def check_supported(base: Any) -> None:
             f"mechanize() takes a torch.optim.Optimizer or a subclass of it, got {type(base).__name__}. "
             "Wrap the optimizer first and hand the result to the framework's own wrapper."
         )
-    name = type(base).__name__
-    if name == "MechanicOptimizer":
-        raise ValueError("this optimizer is mechanized already: mechanize() it once.")
     if isinstance(base, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS cannot be mechanized: its line search moves through points that Mechanic does not play. "
@@ -106,7 +103,7 @@ def check_supported(base: Any) -> None:
             "SparseAdam cannot be mechanized: Mechanic moves every weight in every step. "
             "Use sparse=False in the embedding and torch.optim.Adam."
         )
-    if name == "ZeroRedundancyOptimizer":
+    if type(base).__name__ == "ZeroRedundancyOptimizer":
         raise ValueError(
             "ZeroRedundancyOptimizer cannot be mechanized: each rank steps other parameters and would learn a scale "
             "of its own. Shard with fully_shard (FSDP2) instead."

@@ -1,7 +1,7 @@
-"""Registers Mechanic's names at the moment when a program imports transformers, and not before.
+"""Registers Mechanic's names at the moment when a program imports transformers or DeepSpeed, and not before.
 
-A script may set environment variables before its imports, or never import transformers at all: both must go as if
-this package were not there. So this file imports nothing but the standard library until then.
+A script may set environment variables before its imports, or never import these at all: both must go as if this
+package were not there. So this file imports nothing but the standard library until then.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Waits for transformers' imports, or registers now what was imported already. Twice is harmless."""
-    if any(type(finder).__name__ == _Finder.__name__ for finder in sys.meta_path):
+    """Waits for the imports, or registers now what was imported already. Twice is harmless."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder())
     for name, action in _AFTER.items():
@@ -37,9 +37,14 @@ def _register(module: ModuleType) -> None:
     import mechanic_plugins.transformers  # noqa: F401  registers itself
 
 
+def _register_with_deepspeed(module: ModuleType) -> None:
+    import mechanic_plugins.deepspeed  # noqa: F401  registers itself
+
+
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "transformers.training_args": _add_names,
     "transformers.trainer": _register,
+    "deepspeed": _register_with_deepspeed,
 }
 
 

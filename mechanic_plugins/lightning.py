@@ -10,6 +10,7 @@ is loaded. The hooks only call the plain functions below. One class serves `ligh
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -37,7 +38,8 @@ _OLDEST = (2, 5)
 
 def check_version(package: str, version: str) -> None:
     """Refuses a Lightning that this plugin was never run with."""
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+    numbers = re.match(r"(\d+)\.(\d+)", version)  # of "2.7rc1" and "2.6.dev0+abc" too
+    if numbers is not None and tuple(map(int, numbers.groups())) < _OLDEST:
         raise ImportError(
             f"{package} {version} is too old: Mechanic's callback needs {'.'.join(map(str, _OLDEST))} or later. "
             f"pip install --upgrade {package.partition('.')[0].replace('_', '-')}"

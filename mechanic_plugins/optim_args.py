@@ -4,51 +4,107 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, get_args
+
+from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options
 from mechanic_plugins.passes import Backend
 from mechanic_plugins.settings import Preset, Rule, Scope
 
-__all__ = ["PARSERS", "literal", "split_optim_args"]
+__all__ = ["PARSERS", "BaseKeys", "literal", "split_optim_args"]
+
+_TRAINERS = {"lr": "--learning_rate", "weight_decay": "--weight_decay"}
+"""What Trainer passes on its own, in the param groups or beside them: `optim_args` could not change it."""
+
+_NO_TEXT = ("params", "model", "adamw_params", "args")
+"""Arguments that are objects."""
 
 
-def split_optim_args(text: str | None) -> tuple[Options, dict[str, str]]:
+@dataclass(frozen=True)
+class BaseKeys:
+    """What `optim_args` may say to a base: the names and defaults of its constructor's arguments."""
+
+    name: str = "the base"
+    defaults: dict[str, Any] = field(default_factory=dict)
+    takes_any: bool = False
+
+    @classmethod
+    def of(cls, base: type[Optimizer], *more: str) -> BaseKeys:
+        """Of a class, and the keys that whoever builds it takes for itself."""
+        arguments = inspect.signature(base).parameters.values()
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        left_out = (*_TRAINERS, *_NO_TEXT)
+        own = {p.name: p.default for p in arguments if p.kind not in variable and p.name not in left_out}
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in arguments)
+        return cls(base.__name__, {**dict.fromkeys(more), **own}, takes_any)
+
+    def parsed(self, key: str, value: str) -> Any:
+        """A flag or a float where the default is one, else whatever the text looks like."""
+        default = self.defaults.get(key)
+        if isinstance(default, bool):
+            return _read(key, value, _FLAG)
+        return _read(key, value, _NUMBER) if isinstance(default, float) else literal(value)
+
+
+def split_optim_args(text: str | None, base: BaseKeys | None = None) -> tuple[Options, dict[str, str]]:
     """Mechanic's options from `--optim_args "k=v,k=v"`, and what is left for the base, unparsed.
 
-    `base.` before a key sends it to the base where both have it: "base.eps=1e-6". Lists have colons:
-    "betas=0.9:0.99".
+    A key that both have needs a prefix: "base.eps=1e-6", "mechanic.eps=1e-9". Lists have colons:
+    "mechanic.betas=0.9:0.99".
 
     Raises:
-        ValueError: Not of that form, or a value that its key cannot have.
+        ValueError: Not of that form, a key that neither has or that both have, or a value that its key cannot have.
     """
+    base = base or BaseKeys()
     options: dict[str, Any] = {}
     rest: dict[str, str] = {}
     for pair in filter(None, (text or "").replace(" ", "").split(",")):
         key, equals, value = pair.partition("=")
         if not (key and equals and value):
             raise ValueError(f"optim_args must look like 'key=value,key=value', got {pair!r} in {text!r}.")
-        if key in PARSERS:
-            options[key] = _parsed(key, value)
+        owner, name = _owner(key, pair, base)
+        if owner == "mechanic":
+            options[name] = _read(name, value, PARSERS[name])
         else:
-            rest[_base_key(key)] = value
+            rest[name] = value
     return options, rest  # type: ignore[return-value]
 
 
-def _base_key(key: str) -> str:
-    if key.startswith("base."):
-        return key.removeprefix("base.")
-    if similar := difflib.get_close_matches(key, PARSERS, n=1, cutoff=0.8):
+def _owner(key: str, pair: str, base: BaseKeys) -> tuple[str, str]:
+    """Whose key it is, and the key without a prefix."""
+    owner, _, name = key.rpartition(".")
+    if name in _TRAINERS:
+        raise ValueError(f"optim_args has {pair}, which the Trainer sets itself: use {_TRAINERS[name]}.")
+    owners = [who for who, keys in (("mechanic", PARSERS), ("base", base.defaults)) if name in keys]
+    if not owners and base.takes_any:
+        owners = ["base"]
+    if owner in owners:
+        return owner, name
+    if owner or not owners:
+        raise ValueError(_unknown(name, pair, base))
+    if len(owners) > 1:
         raise ValueError(
-            f"optim_args has the key {key!r}, which Mechanic does not know: did you mean {similar[0]!r}? "
-            f"If it is the base optimizer's, write 'base.{key}'."
+            f"optim_args has {pair}, and both Mechanic and {base.name} have a key {name}: write base.{pair} for "
+            f"{base.name}'s, mechanic.{pair} for Mechanic's."
         )
-    return key
+    return owners[0], name
 
 
-def _parsed(key: str, value: str) -> Any:
-    wanted, parse = PARSERS[key]
+def _unknown(name: str, pair: str, base: BaseKeys) -> str:
+    similar = difflib.get_close_matches(name, [*PARSERS, *base.defaults], n=1, cutoff=0.8)
+    hint = f": did you mean {similar[0]!r}?" if similar else "."
+    return (
+        f"optim_args has {pair}, which is a key of neither Mechanic ({', '.join(PARSERS)}) nor {base.name} "
+        f"({', '.join(base.defaults)}){hint}"
+    )
+
+
+def _read(key: str, value: str, parser: tuple[str, Callable[[str], Any]]) -> Any:
+    wanted, parse = parser
     try:
         return parse(value)
     except (KeyError, ValueError):
@@ -64,9 +120,12 @@ def _one_of(*choices: str) -> tuple[str, Callable[[str], str]]:
 
 
 def literal(value: str) -> Any:
-    """A base's argument: a number, True, None or a text, and a tuple of them where there are colons."""
+    """A base's argument: a number, true, none or a text, and a tuple of them where there are colons."""
     if ":" in value:
         return tuple(map(literal, value.split(":")))
+    words = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return words[value.lower()]
     try:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,8 +31,12 @@ __all__ = ["MechanicOptimizer"]
 class MechanicOptimizer(Wrapper):
     """What `mechanize` returns: build it there."""
 
+    was_built: ClassVar[bool] = False
+    """Whether this process has made one: the runner asks at the end."""
+
     def _start(self) -> None:
         super()._start()
+        MechanicOptimizer.was_built = True
         self._counted: tuple[tuple[int, ...], Counting] | None = None
         self._passes = Passes(self.base, self.backend)
         self._fused = False

@@ -6,13 +6,17 @@
     deepspeed ... --module mechanic_plugins.run script.py --optim mechanic_adamw ...
 
 `-m package.module` in the script's place runs a module, as python does. `mechanic-run` is short for
-`python -m mechanic_plugins.run`.
+`python -m mechanic_plugins.run`. DeepSpeed's configs know "MechanicAdamW" and its like.
+
+A script that does not ask transformers for its optimizer may train without Mechanic and without a word. So where the
+command line has a mechanic_ name and the script has built other optimizers only, the exit status is 3.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -34,10 +38,16 @@ def main() -> None:
         _stop("there is no transformers to register with: pip install 'mechanic-plugins[transformers]'")
     hook.install()
     sys.excepthook = _without_our_frames({__file__, runpy.__file__, "<frozen runpy>", hook.__file__, *_started_by()})
-    if target == "-m":
-        _run_module(arguments)
-    else:
-        _run_script(target, arguments)
+    try:
+        if target == "-m":
+            _run_module(arguments)
+        else:
+            _run_script(target, arguments)
+    except SystemExit as end:
+        if not end.code:
+            _check_mechanized(arguments)
+        raise
+    _check_mechanized(arguments)
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:
@@ -61,8 +71,41 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _stop(message: str) -> NoReturn:
-    sys.stderr.write(f"mechanic_plugins.run: {message}\n")
+    _say(message)
     sys.exit(2)
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"mechanic_plugins.run: {message}\n")
+
+
+def _check_mechanized(arguments: list[str]) -> None:
+    """Says so where a script has ended well and nothing was mechanized in this process."""
+    if "torch" not in sys.modules or {"-h", "--help"} & set(arguments):
+        return
+    core: Any = sys.modules.get("mechanic_plugins.optimizer")
+    if core is not None and core.MechanicOptimizer.was_built:
+        return
+    others = ", ".join(sorted(_optimizers_built()))
+    asked = [value for value in (arg.rpartition("=")[2] for arg in arguments) if re.fullmatch(r"mechanic_\w+", value)]
+    if asked and others:
+        _say(
+            f"{asked[0]} was asked for, but the script trained with {others}, without Mechanic: it does not take its "
+            "optimizer from transformers' --optim. Wrap it in the script: optimizer = mechanize(optimizer)."
+        )
+        sys.exit(3)
+    _say(f"warning: nothing was mechanized in this process (optimizers built: {others or 'none'}).")
+
+
+def _optimizers_built() -> set[str]:
+    """By name: a class has its `step` hooked by torch when its first instance is made."""
+    classes, found = [sys.modules["torch"].optim.Optimizer], set()
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        if getattr(vars(cls).get("step"), "hooked", False):
+            found.add(cls.__name__)
+    return found
 
 
 def _run_module(arguments: list[str]) -> None:

@@ -10,21 +10,19 @@ callbacks, for the scale in the logs. transformers' own optimizers go their own 
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import importlib.util
-import inspect
-from collections.abc import Callable
+import math
+import warnings
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 try:
     from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
     from transformers.training_args import OptimizerNames, TrainingArguments
+    from transformers.utils import logging
 except ImportError as error:
     raise ImportError(
         f"mechanic_plugins.transformers cannot import transformers ({error}): "
@@ -34,18 +32,15 @@ if importlib.util.find_spec("accelerate") is None:
     raise ImportError("transformers' Trainer needs accelerate: pip install 'mechanic-plugins[transformers]'")
 
 import mechanic_plugins.accelerate as accelerate_plugin
-from mechanic_plugins.api import Mechanized, mechanize
+from mechanic_plugins.api import chain, find
+from mechanic_plugins.hf_bases import Found, class_and_kwargs, is_mechanic, name_of
 from mechanic_plugins.hf_checkpoint import demechanize_checkpoint, refuse_unscaled_resume
-from mechanic_plugins.lion import Lion
-from mechanic_plugins.muon import MuonWithAdamW
 from mechanic_plugins.names import BASES, PREFIX, add_name, add_names
-from mechanic_plugins.optim_args import PARSERS, literal, split_optim_args
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.schedules import objection
+from mechanic_plugins.summary import TOO_SHORT, ScaleHistory, is_still_rising, peak_lr, report
 
-__all__ = ["MechanicCallback", "demechanize_checkpoint", "find_mechanic", "register"]
-
-Kwargs = dict[str, Any]
-Found = tuple[type[Optimizer], Kwargs]
+__all__ = ["MechanicCallback", "demechanize_checkpoint", "register"]
 
 
 def register(name: str, base: str | type[Optimizer]) -> None:
@@ -85,110 +80,20 @@ def _refuse_unsuitable(name: str) -> None:
         raise ValueError(f"{name!r} moves the weights between train() and eval(), which Mechanic would undo.")
 
 
-# -------------------------------------------------------------------------------- from args to an optimizer
-
-
-def is_mechanic(args: TrainingArguments) -> bool:
-    """Whether `--optim` asks for Mechanic."""
-    return _name(args) in BASES
-
-
-def _name(args: TrainingArguments) -> str:
-    return str(getattr(args.optim, "value", args.optim))
-
-
-def _class_and_kwargs(original: Callable[..., Found], args: TrainingArguments, model: Any) -> Found:
-    """What Trainer builds its optimizer from: a class that takes the param groups, and the other arguments."""
-    options, rest = split_optim_args(args.optim_args)
-    base = BASES[_name(args)]
-    if isinstance(base, str):
-        cls, kwargs = _from_transformers(original, _with_optim(args, _on_this_device(base, args), rest), model)
-    else:
-        cls, kwargs = base, _kwargs_of(base, args, model, rest)
-    return _class_for_trainer(mechanize(cls, **options)), kwargs
-
-
-def _on_this_device(base: str, args: TrainingArguments) -> str:
-    """The fused kernels of torch are for some devices only."""
-    fused = args.device.type in ("cpu", "cuda", "mps", "xpu")
-    return "adamw_torch" if base == "adamw_torch_fused" and not fused else base
-
-
-def _with_optim(args: TrainingArguments, name: str, optim_args: dict[str, str]) -> TrainingArguments:
-    args = copy.copy(args)
-    args.optim = OptimizerNames(name)
-    args.optim_args = ",".join(f"{key}={value}" for key, value in optim_args.items()) or None
-    return args
-
-
-def _from_transformers(original: Callable[..., Found], args: TrainingArguments, model: Any) -> Found:
-    name = _name(args)
-    if ("bnb" in name or "8bit" in name) and importlib.util.find_spec("bitsandbytes") is None:
-        raise ImportError(f"{name} needs bitsandbytes: pip install bitsandbytes")
-    cls, kwargs = original(args, model)
-    return (_linear_in_lr(cls) if name == "adafactor" else cls), kwargs
-
-
-def _linear_in_lr(cls: type[Optimizer]) -> type[Optimizer]:
-    """Trainer builds Adafactor without relative steps: lr is then a plain factor, and Mechanic may rely on it."""
-    return type(cls.__name__, (cls,), {"linear_in_lr": True, "__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-def _kwargs_of(base: type[Optimizer], args: TrainingArguments, model: Any, optim_args: dict[str, str]) -> Kwargs:
-    kwargs: Kwargs = {"lr": args.learning_rate}
-    if base in (Lion, MuonWithAdamW):
-        kwargs["betas"] = (args.adam_beta1, args.adam_beta2)
-    if base is MuonWithAdamW:
-        kwargs.update(eps=args.adam_epsilon, adamw_params=_embeddings(model))
-    kwargs.update({key: literal(value) for key, value in optim_args.items()})
-    _refuse_unknown(base, kwargs)
-    return kwargs
-
-
-def _embeddings(model: Any) -> list[Tensor]:
-    """Matrices that are tables of vectors, one a token, and not maps: Muon is not for them."""
-    modules = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return [p for m in (*modules, *([output] if output is not None else [])) for p in m.parameters()]
-
-
-def _refuse_unknown(base: type[Optimizer], kwargs: Kwargs) -> None:
-    accepted = inspect.signature(base).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        return
-    for key in kwargs.keys() - accepted.keys():
-        raise ValueError(
-            f"optim_args has {key}={kwargs[key]!r}, which is a key of neither Mechanic ({', '.join(PARSERS)}) nor "
-            f"{base.__name__} ({', '.join(k for k in accepted if k != 'params')})."
-        )
-
-
-def _class_for_trainer(mechanized: Mechanized) -> type[Optimizer]:
-    """A class whose instances are `MechanicOptimizer`s.
-
-    Trainer takes what is not an Optimizer class for a factory with other arguments, and looks for "bitsandbytes" in
-    the class's name when it decides about 32-bit embeddings: hence a class, in the base's module.
-    """
-    base = mechanized.cls
-
-    def build(cls: type[Optimizer], params: Any, **kwargs: Any) -> MechanicOptimizer:
-        return mechanized(params, **kwargs)
-
-    return type(f"Mechanic{base.__name__}", (Optimizer,), {"__new__": build, "__module__": base.__module__})
-
-
 # -------------------------------------------------------------------------------- the logs
 
 
-def find_mechanic(optimizer: Any) -> MechanicOptimizer | None:
-    """Mechanic inside accelerate's and DeepSpeed's wrappers, which hold what they wrap as `optimizer`."""
-    while optimizer is not None and not isinstance(optimizer, MechanicOptimizer):
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer
+logger = logging.get_logger("transformers.mechanic")  # as loud as transformers itself
 
 
 class MechanicCallback(TrainerCallback):
-    """Puts the scale into every training log, beside transformers' own learning_rate. Comes along by itself."""
+    """Puts the scale into every training log, beside transformers' own learning_rate. Comes along by itself.
+
+    At the end it says which learning rate was found, and adds it to the metrics as `mechanic/peak_lr`.
+    """
+
+    def __init__(self) -> None:
+        self.history = ScaleHistory()
 
     def on_train_begin(
         self,
@@ -199,14 +104,29 @@ class MechanicCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Training at a learning rate that was meant to be scaled would fail without a word."""
-        if is_mechanic(args) and find_mechanic(optimizer) is None:
+        self.history = ScaleHistory()
+        if find(optimizer) is not None:
+            _warn_of_schedule(args, state)
+        elif is_mechanic(args):
             raise RuntimeError(
-                f"--optim {_name(args)} was asked for, but the optimizer is a {_chain(optimizer)} without "
+                f"--optim {name_of(args)} was asked for, but the optimizer is {chain(optimizer)} without "
                 'Mechanic: somebody replaced it. Take the "optimizer" block out of the DeepSpeed config, and pass '
                 "Trainer no optimizer of your own."
             )
-        if find_mechanic(optimizer) is None:
+        if find(optimizer) is None:
             refuse_unscaled_resume(optimizer)
+
+    def on_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        mechanic = find(optimizer)
+        if mechanic is not None:
+            self.history.record(mechanic)
 
     def on_log(
         self,
@@ -217,32 +137,54 @@ class MechanicCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        mechanic = find_mechanic(optimizer)
-        if mechanic is None or logs is None or "loss" not in logs:
+        mechanic = find(optimizer)
+        if mechanic is None or logs is None:
             return
-        metrics = _worth_logging(mechanic)
+        metrics: dict[str, float] = {}
+        if "loss" in logs:
+            metrics = _worth_logging(mechanic)
+        elif "train_runtime" in logs and len(self.history):
+            metrics = {"mechanic/peak_lr": max(map(math.prod, self.history.peaks()))}
         logs.update(metrics)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(metrics)  # Trainer copied the logs there before it called us
 
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        mechanic = find(optimizer)
+        if mechanic is None or not len(self.history):
+            return
+        line, is_rising = report(mechanic, self.history), is_still_rising(self.history)
+        if state.is_world_process_zero:
+            logger.warning(line)
+            if is_rising:
+                logger.warning(TOO_SHORT)
+
+
+def _warn_of_schedule(args: TrainingArguments, state: TrainerState) -> None:
+    kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    options = args.lr_scheduler_kwargs if isinstance(args.lr_scheduler_kwargs, dict) else {}
+    if state.is_world_process_zero and (text := objection(kind, options, args.learning_rate)):
+        warnings.warn(text, stacklevel=2)
+
 
 def _worth_logging(mechanic: MechanicOptimizer) -> dict[str, float]:
-    """Trainer makes two param groups, with decay and without: all have the one scale, unless asked otherwise."""
+    """Trainer makes two param groups, with decay and without: one number stands for both, unless they differ."""
     metrics = mechanic.metrics()
     wanted = {"mechanic/scale", "mechanic/effective_lr"}
     if metrics["mechanic/skipped_steps"]:
         wanted.add("mechanic/skipped_steps")
     if mechanic.settings.scope == "group":
         wanted.update(key for key in metrics if key.startswith(("mechanic/scale/", "mechanic/effective_lr/")))
+    if len(set(map(peak_lr, mechanic.param_groups))) > 1:
+        wanted.update(key for key in metrics if key.startswith("mechanic/effective_lr/"))
     return {key: value for key, value in metrics.items() if key in wanted}
-
-
-def _chain(optimizer: Any) -> str:
-    names = []
-    while optimizer is not None:
-        names.append(type(optimizer).__name__)
-        optimizer = getattr(optimizer, "optimizer", None)
-    return " around a ".join(names) or "None"
 
 
 # -------------------------------------------------------------------------------- registration
@@ -257,7 +199,7 @@ def _patch_trainer() -> None:
         @functools.wraps(original)
         def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> Found:
             if is_mechanic(args):
-                return _class_and_kwargs(original, args, model)
+                return class_and_kwargs(original, args, model)
             return original(args, model)  # type: ignore[no-any-return]
 
         get_optimizer_cls_and_kwargs._mechanic = True  # type: ignore[attr-defined]

@@ -36,13 +36,14 @@ FLOORS = [
     {"passes"},
     {"wrapper"},
     {"optimizer"},
+    {"classes", "summary"},
     {"api"},
     {"__init__"},
-    {"hf_checkpoint", "names", "optim_args"},
+    {"hf_checkpoint", "names", "optim_args", "schedules"},
     {"deepspeed_refusals", "deepspeed_universal"},
     {"deepspeed"},
     {"lightning"},
-    {"accelerate", "ds_to_universal"},
+    {"accelerate", "ds_to_universal", "hf_bases"},
     {"transformers"},
     {"hook"},
     {"costs"},
@@ -168,3 +169,25 @@ def test_the_base_is_never_an_attribute_called_optimizer() -> None:
     """Lightning's LearningRateMonitor unwraps that name."""
     opt = mechanic_plugins.mechanize(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
     assert not hasattr(opt, "optimizer")
+
+
+def test_the_package_loads_torch_with_the_first_name_that_needs_it() -> None:
+    """A script under `mechanic-run` may set up threads or devices before it imports torch."""
+    program = """
+import sys
+import mechanic_plugins, mechanic_plugins.run
+assert "torch" not in sys.modules
+names = ["MechanicOptimizer", "Mechanized", "demechanize", "mechanize", "unwrap"]
+assert mechanic_plugins.__all__ == names and set(names) <= set(dir(mechanic_plugins))
+assert "torch" not in sys.modules
+from mechanic_plugins import *
+assert "torch" in sys.modules and mechanic_plugins.mechanize is mechanize
+assert issubclass(mechanic_plugins.Mechanized, mechanic_plugins.MechanicOptimizer)
+try:
+    mechanic_plugins.mechanise
+except AttributeError as error:
+    assert "'mechanic_plugins' has no attribute 'mechanise'" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -25,13 +25,18 @@ class ZeroRanks(Ranks):
 
 
 @pytest.fixture(scope="session")
-def zero_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two ranks for DeepSpeed alone, which leaves state in its modules that other tests should not meet."""
+def compiled() -> None:
+    """DeepSpeed's CPU operators."""
     if reason := build_ops.why_not():
         assert not os.environ.get("CI"), f"{reason}: continuous integration must run these tests"
         pytest.skip(reason)
     if not build_ops.are_compiled():
         build_ops.build_in_subprocess()
+
+
+@pytest.fixture(scope="session")
+def zero_ranks(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two ranks for DeepSpeed alone, which leaves state in its modules that other tests should not meet."""
     ranks = ZeroRanks(tmp_path_factory.mktemp("zero"), 2)
     yield ranks
     ranks.stop()

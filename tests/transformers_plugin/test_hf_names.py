@@ -13,9 +13,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.training_args import OptimizerNames
 
-from mechanic_plugins.api import Options
 from mechanic_plugins.names import BASES
-from mechanic_plugins.optim_args import PARSERS, split_optim_args
 from mechanic_plugins.transformers import MechanicCallback, _register_all, register
 
 NAMES = ["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "lion", "muon"]
@@ -107,15 +105,9 @@ def test_names_that_cannot_be(name: str, base: Any, message: str) -> None:
     assert "mechanic_x" not in BASES
 
 
-def test_a_key_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    args = arguments(tmp_path, optim="mechanic_lion", optim_args="momentun=0.5")
-    with pytest.raises(ValueError, match=r"momentun=0\.5, which is a key of neither Mechanic \(.*\) nor Lion \(lr"):
-        Trainer.get_optimizer_cls_and_kwargs(args, build_model())
-
-
 def test_bitsandbytes_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ImportError, match="adamw_bnb_8bit needs bitsandbytes: pip install bitsandbytes"):
+    with pytest.raises(ImportError, match="mechanic_adamw_8bit needs bitsandbytes: pip install bitsandbytes"):
         Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim="mechanic_adamw_8bit"))
 
 
@@ -125,48 +117,3 @@ def test_a_missing_extra_names_its_pip_command(missing: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert f"pip install 'mechanic-plugins[{missing}]'" in done.stderr.splitlines()[-1]
-
-
-def test_optim_args_are_split() -> None:
-    options, rest = split_optim_args("s_decay=0.5, s_init=auto,eps=1e-9,base.eps=1e-6,betas=0.9:0.99,momentum=0.9")
-    assert options == {"s_decay": 0.5, "s_init": "auto", "eps": 1e-9, "betas": (0.9, 0.99)}
-    assert rest == {"eps": "1e-6", "momentum": "0.9"}
-    assert split_optim_args(None) == ({}, {})
-    text = "normalize_lr=False,sync_replicas=true,scope=group,rule=theory,preset=paper,max_scale=3,backend=foreach"
-    flags, _ = split_optim_args(text)
-    assert flags == {
-        "normalize_lr": False,
-        "sync_replicas": True,
-        "scope": "group",
-        "rule": "theory",
-        "preset": "paper",
-        "max_scale": 3.0,
-        "backend": "foreach",
-    }
-
-
-def test_every_option_but_the_process_group_can_be_written() -> None:
-    assert set(PARSERS) == set(Options.__annotations__) - {"group"}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("s_decay", "must look like 'key=value,key=value', got 's_decay'"),
-        ("s_decay=", "must look like 'key=value,key=value', got 's_decay='"),
-        ("s_decay=much", "s_decay='much', which must be a number"),
-        ("rule=papr", "rule='papr', which must be one of paper, experiments, optax, theory"),
-        ("normalize_lr=perhaps", "which must be true or false"),
-        ("betas=0.9;0.99", "numbers with colons"),
-        ("s_deca=0.1", "did you mean 's_decay'"),
-    ],
-)
-def test_bad_optim_args_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        split_optim_args(text)
-
-
-def test_values_out_of_range_are_refused_by_mechanic_itself(tmp_path: Path) -> None:
-    args = arguments(tmp_path, optim="mechanic_adamw", optim_args="s_decay=-1")
-    with pytest.raises(ValueError, match="s_decay must be a finite number >= 0"):
-        Trainer.get_optimizer_cls_and_kwargs(args)

@@ -44,7 +44,7 @@ def test_zero_is_a_plain_loop_on_both_ranks_batches_and_resumes_exactly(
     whole = zero_ranks(train, argv, "deepspeed")
     assert whole[0]["distributed"] == "DEEPSPEED"
     assert whole[0]["optimizers"][0] == "DeepSpeedOptimizerWrapper"
-    assert "MechanicOptimizer" in whole[0]["optimizers"]
+    assert "MechanicAdamW" in whole[0]["optimizers"]
     scales = [[entry["mechanic/scale"] for entry in result["logs"]] for result in whole]
     assert scales[0] == scales[1]
     assert_same(whole[0], plain_loop(by_step(whole), adamw, dtype="float32"))
@@ -58,7 +58,7 @@ def test_zero_is_a_plain_loop_on_both_ranks_batches_and_resumes_exactly(
 def test_an_offloaded_optimizer_keeps_mechanic(zero_ranks: Ranks, tmp_path: Path) -> None:
     """accelerate puts a plain DeepSpeedCPUAdam in the place of any optimizer."""
     results = zero_ranks(train, arguments(tmp_path, 2, offload=True), "deepspeed")
-    assert results[0]["optimizers"][-2:] == ["MechanicOptimizer", "DeepSpeedCPUAdam"]
+    assert results[0]["optimizers"][-2:] == ["MechanicDeepSpeedCPUAdam", "DeepSpeedCPUAdam"]
     steps = [[batch.tolist() for batch in step] for step in by_step(results)]
     expected = zero_ranks(loop_with_cpu_adam, steps)[0]
     expected["weights"] = {name: torch.tensor(weight) for name, weight in expected["weights"].items()}

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import build_ops
 import pytest
 
+from mechanic_plugins import hook
 from mechanic_plugins.run import main
 
 RUN = (sys.executable, "-m", "mechanic_plugins.run")
@@ -45,8 +47,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *command: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(folder)])}
+def start(folder: Path, *command: str, **more: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(folder)]), **more}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, cwd=folder, env=env, **pipes)
 
@@ -122,3 +124,90 @@ def test_its_own_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         main()
     assert stopped.value.code == 0
     assert "torchrun ... -m mechanic_plugins.run script.py" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------- what the runner loads, and when
+
+
+def test_a_script_may_set_torch_up_before_it_imports_it(folder: Path) -> None:
+    """The runner had imported torch before the script's first line, with as many threads as there are cores."""
+    program = """
+import os, sys
+assert "torch" not in sys.modules
+os.environ["OMP_NUM_THREADS"] = "3"
+import torch
+print(torch.get_num_threads())
+"""
+    (folder / "threads.py").write_text(program)
+    code, out, err = ended(start(folder, *RUN, "threads.py"))
+    assert (code, out.split()) == (0, ["3"]), err
+
+
+def test_a_foreign_finder_of_the_same_name_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = type("_Finder", (), {"find_spec": lambda self, *args: None})()
+    monkeypatch.setattr(sys, "meta_path", [foreign, *(f for f in sys.meta_path if not isinstance(f, hook._Finder))])
+    hook.install()
+    hook.install()
+    assert [isinstance(finder, hook._Finder) for finder in sys.meta_path].count(True) == 1
+    assert isinstance(sys.meta_path[0], hook._Finder)
+
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+def test_deepspeeds_configs_know_the_names(folder: Path, compiled: None) -> None:
+    program = """
+import deepspeed, torch
+model = torch.nn.Linear(4, 1)
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "MechanicAdamW", "params": {"lr": 1.0, "weight_decay": 0.01}},
+}
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+print("built", type(engine.optimizer).__name__)
+"""
+    (folder / "zero.py").write_text(program)
+    code, out, err = ended(start(folder, *RUN, "zero.py", **build_ops.environment(), **ALONE))
+    assert "built MechanicAdamW" in out, err
+    assert code == 0, err
+
+
+# -------------------------------------------------------------------- a script that does not listen
+
+TRAINS = """
+import sys, torch
+p = torch.ones(2, requires_grad=True)
+{build}
+if {steps}:
+    p.grad = torch.ones(2)
+    opt.step()
+"""
+PLAIN = "opt = torch.optim.AdamW([p])"
+MECHANIC = "from mechanic_plugins import mechanize; opt = mechanize(torch.optim.AdamW([p]))"
+LOST = "mechanic_plugins.run: mechanic_adamw was asked for, but the script trained with AdamW, without Mechanic"
+WARNED = "mechanic_plugins.run: warning: nothing was mechanized in this process (optimizers built: {})."
+
+
+@pytest.mark.parametrize(
+    ("build", "argument", "code", "says"),
+    [
+        (PLAIN, "--opt=mechanic_adamw", 3, LOST),
+        (PLAIN + "; sys.exit()", "mechanic_adamw", 3, LOST),
+        (PLAIN, "--opt=adamw", 0, WARNED.format("AdamW")),
+        (PLAIN, "--output_dir=runs/mechanic_adamw", 0, WARNED.format("AdamW")),
+        (PLAIN + "; sys.exit(5)", "mechanic_adamw", 5, ""),
+        (PLAIN, "--help mechanic_adamw", 0, ""),
+        ("opt = None", "mechanic_adamw", 0, WARNED.format("none")),
+        (MECHANIC, "mechanic_adamw", 0, ""),
+        (MECHANIC + "; del opt, mechanize; import gc; gc.collect(); gc.collect(); opt = None", "mechanic_adamw", 0, ""),
+    ],
+)
+def test_training_without_mechanic_where_it_was_asked_for_fails(
+    folder: Path, build: str, argument: str, code: int, says: str
+) -> None:
+    """timm reads `--opt mechanic_adamw` as adamw, and trained plain AdamW without a word."""
+    (folder / "trains.py").write_text(TRAINS.format(build=build, steps="opt is not None"))
+    ended_with, _, err = ended(start(folder, *RUN, "trains.py", *argument.split()))
+    assert ended_with == code, err
+    assert err.startswith(says) if says else err == ""

@@ -1,0 +1,230 @@
+"""`--optim_args`, `--learning_rate` and schedules: what is taken, and what is refused or warned of."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_script import build_model, run
+from hf_tiny import assert_same, by_step, command_line, plain_loop
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from mechanic_plugins.api import Options
+from mechanic_plugins.lion import Lion
+from mechanic_plugins.optim_args import PARSERS, BaseKeys, literal, split_optim_args
+from mechanic_plugins.schedules import objection
+from mechanic_plugins.transformers import register
+
+ADAMW = BaseKeys.of(torch.optim.AdamW)
+SGD = BaseKeys.of(torch.optim.SGD)
+
+
+def built(folder: Path, name: str, optim_args: str | None = None, **options: Any) -> Any:
+    args = TrainingArguments(
+        str(folder), use_cpu=True, report_to=[], optim=f"mechanic_{name}", optim_args=optim_args, **options
+    )
+    model = build_model()
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    return cls(model.parameters(), **kwargs)
+
+
+# -------------------------------------------------------------------- how the text is read
+
+
+def test_optim_args_are_split() -> None:
+    text = "s_decay=0.5, s_init=auto,mechanic.eps=1e-9,base.eps=1e-6,mechanic.betas=0.9:0.99,amsgrad=true"
+    options, rest = split_optim_args(text, ADAMW)
+    assert options == {"s_decay": 0.5, "s_init": "auto", "eps": 1e-9, "betas": (0.9, 0.99)}
+    assert rest == {"eps": "1e-6", "amsgrad": "true"}
+    assert split_optim_args(None) == ({}, {})
+    text = "normalize_lr=False,sync_replicas=true,scope=group,rule=theory,preset=paper,max_scale=3,backend=foreach"
+    flags, _ = split_optim_args(text)
+    assert flags == {
+        "normalize_lr": False,
+        "sync_replicas": True,
+        "scope": "group",
+        "rule": "theory",
+        "preset": "paper",
+        "max_scale": 3.0,
+        "backend": "foreach",
+    }
+
+
+def test_a_key_that_only_mechanic_has_needs_no_prefix() -> None:
+    assert split_optim_args("eps=1e-9,betas=0.9:0.99", SGD) == ({"eps": 1e-9, "betas": (0.9, 0.99)}, {})
+
+
+def test_every_option_but_the_process_group_can_be_written() -> None:
+    assert set(PARSERS) == set(Options.__annotations__) - {"group"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("s_decay", "must look like 'key=value,key=value', got 's_decay'"),
+        ("s_decay=", "must look like 'key=value,key=value', got 's_decay='"),
+        ("s_decay=much", "s_decay='much', which must be a number"),
+        ("rule=papr", "rule='papr', which must be one of paper, experiments, optax, theory"),
+        ("normalize_lr=perhaps", "which must be true or false"),
+        ("mechanic.betas=0.9;0.99", "numbers with colons"),
+        ("s_deca=0.1", "did you mean 's_decay'"),
+        ("base.amsgrat=true", "did you mean 'amsgrad'"),
+        (
+            "foo=bar",
+            r"foo=bar, which is a key of neither Mechanic \(betas, .*\) nor AdamW \(betas, eps, .*\)",
+        ),
+        ("base.s_decay=1", "nor AdamW"),
+        ("mechanic.amsgrad=true", "neither Mechanic"),
+        ("other.eps=1", "neither Mechanic"),
+        ("betas=0.9:0.95", "write base.betas=0.9:0.95 for AdamW's, mechanic.betas=0.9:0.95 for Mechanic's"),
+        ("eps=1e-6", "both Mechanic and AdamW have a key eps: write base.eps=1e-6"),
+        ("lr=0.1", "use --learning_rate"),
+        ("base.weight_decay=0.1", "use --weight_decay"),
+    ],
+)
+def test_bad_optim_args_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_optim_args(text, ADAMW)
+
+
+def test_values_are_read_by_what_they_look_like() -> None:
+    texts = {"1": 1, "1e-3": 1e-3, "true": True, "None": None, "std": "std", "0.9:0.95": (0.9, 0.95)}
+    assert {text: literal(text) for text in texts} == texts
+
+
+# -------------------------------------------------------------------- what reaches the base
+
+
+def test_the_bases_own_keys_reach_adamw(tmp_path: Path) -> None:
+    """transformers drops all of optim_args for AdamW: base.eps=10 trained bit for bit as without it."""
+    result = run(command_line(tmp_path, optim_args="base.eps=10,base.betas=0.8:0.9,amsgrad=yes", max_steps=8))
+    expected = plain_loop(
+        by_step([result]), lambda groups, lr: torch.optim.AdamW(groups, lr, (0.8, 0.9), 10.0, amsgrad=True), steps=8
+    )
+    assert_same(result, expected)
+
+
+REACHED: list[tuple[str, str, dict[str, Any]]] = [
+    ("adamw", "base.eps=1e-6,maximize=true", {"eps": 1e-6, "maximize": True, "fused": True}),
+    ("adamw", "fused=false,foreach=True", {"fused": False, "foreach": True}),
+    ("sgd", "momentum=0.9,nesterov=true,dampening=0", {"momentum": 0.9, "nesterov": True, "dampening": 0.0}),
+    ("adagrad", "lr_decay=0.1,initial_accumulator_value=0.5", {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    ("rmsprop", "alpha=0.5,centered=1,base.eps=1e-3", {"alpha": 0.5, "centered": True, "eps": 1e-3}),
+    ("adafactor", "base.eps=1e-20:1e-2,clip_threshold=2", {"eps": (1e-20, 1e-2), "clip_threshold": 2.0}),
+    ("lion", "base.betas=0.9:0.95", {"betas": (0.9, 0.95)}),
+    ("muon", "momentum=0.8", {"momentum": 0.8}),
+    ("adamw_8bit", "base.betas=0.8:0.9,min_8bit_size=16", {"betas": (0.8, 0.9)}),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), REACHED)
+def test_keys_reach_every_base(tmp_path: Path, name: str, text: str, expected: dict[str, Any]) -> None:
+    opt = built(tmp_path, name, text)
+    group = opt.param_groups[0]
+    assert {key: group[key] for key in expected} == expected
+    assert {type(group[key]) for key in expected} == {type(value) for value in expected.values()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "lion", "muon"])
+def test_a_key_that_nobody_knows_is_refused_for_every_base(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="optim_args has foo=bar, which is a key of neither Mechanic"):
+        built(tmp_path, name, "foo=bar")
+
+
+def test_values_out_of_range_are_refused_by_whose_they_are(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="s_decay must be a finite number >= 0"):
+        built(tmp_path, "adamw", "s_decay=-1")
+    with pytest.raises(ValueError, match="Invalid epsilon value: -1"):
+        built(tmp_path, "adamw", "base.eps=-1")
+
+
+def test_lions_betas_say_whose_they_are(tmp_path: Path) -> None:
+    """They were taken for Mechanic's, which has a tuner for each beta."""
+    with pytest.raises(ValueError, match=r"write base.betas=0.9:0.95 for Lion's"):
+        built(tmp_path, "lion", "betas=0.9:0.95")
+    opt = built(tmp_path, "lion", "mechanic.betas=0.9:0.95", adam_beta2=0.7)
+    assert opt.settings.betas == (0.9, 0.95)
+    assert isinstance(opt.base, Lion)
+    assert opt.param_groups[0]["betas"] == (0.9, 0.7)
+
+
+def test_the_keys_that_transformers_takes_out_itself_are_known(tmp_path: Path) -> None:
+    register("mechanic_ademamix", "ademamix")
+    assert OptimizerNames("mechanic_ademamix")
+    opt = built(tmp_path, "ademamix", "beta3=0.99,alpha=3,t_alpha=10")
+    group = opt.param_groups[0]
+    assert (group["betas"], group["alpha"], group["t_alpha"]) == ((0.9, 0.999, 0.99), 3.0, 10)
+
+
+# -------------------------------------------------------------------- learning rates and schedules
+
+
+def test_a_learning_rate_of_zero_is_refused(tmp_path: Path) -> None:
+    """It trained nothing, with a scale of 0 in every log."""
+    with pytest.raises(ValueError, match=r"learning_rate must not be 0, got 0.0: mechanic_adamw learns .* write 1.0"):
+        run(command_line(tmp_path, learning_rate=0))
+
+
+FLOORS: list[tuple[str, dict[str, Any], float, str]] = [
+    (
+        "cosine_with_min_lr",
+        {"min_lr": 1e-5},
+        5e-5,
+        "min_lr=1e-05, .* 0.2 of the .*min_lr_rate",
+    ),
+    ("cosine_warmup_with_min_lr", {"min_lr": 1e-5}, 5e-5, "min_lr_rate"),
+    ("polynomial", {"lr_end": 1e-5}, 5e-5, "With learning_rate=1.0, lr_end is the share itself"),
+    ("polynomial", {}, 1e-6, "lr_end=1e-07, .* 0.1 of the learned peak"),
+]
+RELATIVE: list[tuple[str, dict[str, Any], float]] = [
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1}, 5e-5),
+    ("cosine_with_min_lr", {"min_lr": 0.0}, 5e-5),
+    ("polynomial", {}, 5e-5),
+    ("linear", {}, 5e-5),
+]
+
+
+def scheduled(folder: Path, kind: str, kwargs: dict[str, Any], lr: float) -> list[str]:
+    options = {"lr_scheduler_kwargs": json.dumps(kwargs)} if kwargs else {}
+    return command_line(folder, max_steps=4, lr_scheduler_type=kind, learning_rate=lr, **options)
+
+
+@pytest.mark.parametrize(("kind", "kwargs", "lr", "message"), FLOORS)
+def test_a_floor_that_is_a_learning_rate_is_warned_of(
+    tmp_path: Path, kind: str, kwargs: dict[str, Any], lr: float, message: str
+) -> None:
+    """It ended at another effective learning rate for every base lr."""
+    with pytest.warns(UserWarning, match=message):
+        run(scheduled(tmp_path, kind, kwargs, lr))
+
+
+@pytest.mark.parametrize(("kind", "kwargs", "lr"), RELATIVE)
+def test_a_floor_that_is_a_share_is_fine(tmp_path: Path, kind: str, kwargs: dict[str, Any], lr: float) -> None:
+    assert run(scheduled(tmp_path, kind, kwargs, lr))["logs"]  # a warning would be an error
+
+
+def test_plain_optimizers_may_have_any_floor(tmp_path: Path) -> None:
+    argv = scheduled(tmp_path, "cosine_with_min_lr", {"min_lr": 1e-5}, 5e-5)
+    assert run([*argv, "--optim", "adamw_torch"])["logs"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "is_wrong"), [({}, False), ({"min_lr": 1e-6}, True), ({"min_lr": [0.0, 1e-6]}, True)]
+)
+def test_a_plateau_may_have_no_floor_either(kwargs: dict[str, Any], is_wrong: bool) -> None:
+    text = objection("reduce_lr_on_plateau", kwargs, 5e-5)
+    assert ("min_lr=1e-06" in (text or "")) is is_wrong
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon"])
+def test_a_trainers_optimizer_can_be_pickled(tmp_path: Path, name: str) -> None:
+    """Adafactor's class was made on the fly, under another class's name."""
+    opt = built(tmp_path, name)
+    twin = pickle.loads(pickle.dumps(opt))
+    assert type(twin).__name__ == type(opt).__name__
+    assert type(twin.base) is type(opt.base)
