@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,6 +81,10 @@ class Mechanic(Callback):
     `scale * lr`, and any lr gives the same training. `mechanic/scale` and `mechanic/effective_lr` are logged. The state
     is in the optimizer's, so `fit(ckpt_path=...)` continues exactly. Nothing has to be switched for validation.
 
+    A module may be fitted again, with this callback or another. What was learned goes with the optimizer: one that the
+    module keeps is tuned further, one that `configure_optimizers` builds anew is tuned anew. A later fit without
+    Mechanic uses the optimizer's own lr; call `demechanize(callback.optimizers[0])` first to keep the learned one.
+
     Args:
         betas: The memories of the tuners whose bets are added up.
         s_init: The first scale ["auto": the first move is the share `first_move` of the weights' norm].
@@ -146,6 +151,7 @@ class Mechanic(Callback):
         )
         mechanize(torch.optim.SGD, **self.options)  # refuses bad values here, not at the first step
         self.optimizers: list[MechanicOptimizer] = []
+        self._redirected: list[Any] = []
         self._log = log
         self._prog_bar = prog_bar
 
@@ -158,16 +164,17 @@ class Mechanic(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The optimizers exist, and no state was loaded into them yet."""
-        self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
+        self.optimizers = []  # an optimizer of an earlier fit has what was learned in its own state
+        self._attach(trainer)
         if _is_a(trainer.strategy, ("ModelParallelStrategy",)):
             load_plain_checkpoints_without_mechanic(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
+        self._attach(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Other callbacks may have put new optimizers there since."""
-        self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
+        self._attach(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -178,7 +185,24 @@ class Mechanic(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Only for `demechanize_checkpoint`: what resuming needs is in the optimizer's state."""
         if not _is_a(trainer.strategy, _DEEPSPEED):
-            checkpoint["mechanic"] = learned(trainer.strategy)
+            with schedulers_redirected(trainer.strategy):
+                checkpoint["mechanic"] = learned(trainer.strategy)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._release(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Lightning calls no `teardown` then."""
+        self._release(trainer)
+
+    def _attach(self, trainer: Trainer) -> None:
+        self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
+        self._redirected += redirect_schedulers(trainer.strategy, self.optimizers)
+
+    def _release(self, trainer: Trainer) -> None:
+        release(trainer.strategy, self._redirected)
+        self._redirected = []
 
 
 # -------------------------------------------------------------------- putting Mechanic in place
@@ -197,10 +221,24 @@ def attach(strategy: Strategy, options: Options, *, known: Sequence[MechanicOpti
     wanted = [_mechanized(optimizer, options, known) for optimizer in strategy.optimizers]
     if any(new is not old for new, old in zip(wanted, strategy.optimizers, strict=True)):
         strategy.optimizers = wanted
-    ours = [optimizer for optimizer in wanted if isinstance(optimizer, MechanicOptimizer)]
-    for config in strategy.lr_scheduler_configs:
-        _lead_to_wrapper(config.scheduler, ours)
-    return ours
+    return _ours(strategy)
+
+
+def _ours(strategy: Strategy) -> list[MechanicOptimizer]:
+    return [optimizer for optimizer in strategy.optimizers if isinstance(optimizer, MechanicOptimizer)]
+
+
+def release(strategy: Strategy, schedulers: Iterable[Any]) -> None:
+    """Leaves a module's own optimizers and schedulers as a later fit expects them, with Mechanic or without.
+
+    The strategy keeps the mechanized optimizers: checkpoints may be saved after fit. Their tuners are written to the
+    param groups, where the next `mechanize` of the same base finds them.
+    """
+    restore_schedulers(schedulers)
+    for planted in ("_init_optimizers", "load_checkpoint"):
+        vars(strategy).pop(planted, None)
+    for optimizer in _ours(strategy):
+        optimizer.state_dict()
 
 
 def mechanize_before_the_engine(strategy: Any, options: Options) -> None:
@@ -210,10 +248,7 @@ def mechanize_before_the_engine(strategy: Any, options: Options) -> None:
 
     def _init_optimizers() -> tuple[Optimizer, Any]:
         optimizer, config = configure(strategy)
-        optimizer = _mechanized(optimizer, options, ())
-        if config is not None and isinstance(optimizer, MechanicOptimizer):
-            _lead_to_wrapper(config.scheduler, [optimizer])
-        return optimizer, config
+        return _mechanized(optimizer, options, ()), config
 
     strategy._init_optimizers = _init_optimizers
 
@@ -242,7 +277,7 @@ def load_plain_checkpoints_without_mechanic(strategy: Strategy) -> None:
 
 def detach(strategy: Strategy) -> None:
     """Puts the bases back, without a trace of Mechanic. `attach` starts it anew."""
-    ours = [optimizer for optimizer in strategy.optimizers if isinstance(optimizer, MechanicOptimizer)]
+    ours = _ours(strategy)
     for optimizer in ours:
         strip(optimizer.param_groups, optimizer.state)
     strategy.optimizers = [getattr(o, "base", o) if o in ours else o for o in strategy.optimizers]
@@ -288,12 +323,38 @@ def _is_no_optimizer(optimizer: object) -> bool:
     return type(optimizer).__name__ == "_MockOptimizer"
 
 
-def _lead_to_wrapper(scheduler: Any, optimizers: Iterable[MechanicOptimizer]) -> None:
-    """A scheduler was built on the base. LearningRateMonitor would list base and wrapper as two optimizers."""
-    for optimizer in optimizers:
-        if getattr(scheduler, "optimizer", None) is optimizer.base:
-            scheduler.optimizer = optimizer
-            optimizer.step = _tracked_step(optimizer)  # type: ignore[method-assign]
+def redirect_schedulers(strategy: Strategy, optimizers: Sequence[MechanicOptimizer]) -> list[Any]:
+    """Points schedulers that were built on a base at its wrapper, and returns them.
+
+    LearningRateMonitor would list base and wrapper as two optimizers.
+    """
+    redirected = []
+    for config in strategy.lr_scheduler_configs:
+        scheduler: Any = config.scheduler
+        for optimizer in optimizers:
+            if getattr(scheduler, "optimizer", None) is optimizer.base:
+                scheduler.optimizer = optimizer
+                optimizer.step = _tracked_step(optimizer)  # type: ignore[method-assign]
+                redirected.append(scheduler)
+    return redirected
+
+
+def restore_schedulers(redirected: Iterable[Any]) -> None:
+    """Points them at their base again: Lightning refuses a scheduler of an optimizer that it was not given."""
+    for scheduler in redirected:
+        if isinstance(scheduler.optimizer, MechanicOptimizer):
+            vars(scheduler.optimizer).pop("step", None)
+            scheduler.optimizer = scheduler.optimizer.base
+
+
+@contextmanager
+def schedulers_redirected(strategy: Strategy) -> Iterator[None]:
+    """As they are during a fit. After it, `trainer.save_checkpoint` finds them restored."""
+    redirected = redirect_schedulers(strategy, _ours(strategy))
+    try:
+        yield
+    finally:
+        restore_schedulers(redirected)
 
 
 def _tracked_step(optimizer: MechanicOptimizer) -> Any:

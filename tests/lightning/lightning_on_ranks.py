@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning_helpers import BATCH, lightning_of, loader, module, trainer
+from lightning_helpers import BATCH, built_in_init, lightning_of, loader, module, trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullOptimStateDictConfig, FullStateDictConfig, StateDictType, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 (what torch's own documents call it)
@@ -138,6 +138,23 @@ def fit(
         "moments": int(next(iter(optimizer.state.values()))["step"]),
         "logged": {name: value.item() for name, value in fitted.callback_metrics.items() if "mechanic" in name},
         "warned": [str(warning.message) for warning in caught],
+    }
+
+
+def refit(rank: int, namespace: str) -> Result:
+    """Three fits of one epoch, each with a Trainer and a callback of its own, of a module that keeps its optimizer."""
+    pl = lightning_of(namespace)
+    model = built_in_init(pl)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            callback = Mechanic(**OPTIONS)
+            settings = {"strategy": strategy(pl, "ddp"), "plugins": [environment(pl, rank)], "devices": 2}
+            fitted = trainer(pl, callback, **settings, use_distributed_sampler=False, max_epochs=1)
+            fitted.fit(model, rank_loader(rank))
+    return {
+        "weights": [w.tolist() for w in model.parameters()],
+        "steps": callback.optimizers[0].tuner.steps.item(),
     }
 
 

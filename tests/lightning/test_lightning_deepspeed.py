@@ -41,6 +41,7 @@ def test_every_stage_equals_one_process_and_resumes_exactly(
         torch.testing.assert_close(torch.tensor(found), wanted, rtol=0, atol=1e-6)
     assert whole["scale"] == pytest.approx(expected.optimizer.scale.item(), rel=1e-5)
     assert whole["logged"]["mechanic/scale"] == pytest.approx(whole["scale"], rel=1e-6)
+    assert whole["schedules"] in ("AdamW", "DeepSpeedCPUAdam"), "the scheduler was not given back"
 
     run(engine_ranks, namespace, stage, offload=offload, epochs=1, save=tmp_path / "half.ckpt")
     resumed = run(engine_ranks, namespace, stage, offload=offload, ckpt_path=tmp_path / "half.ckpt")
