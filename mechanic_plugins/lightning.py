@@ -10,6 +10,7 @@ is loaded. The hooks only call the plain functions below. One class serves `ligh
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,7 +79,8 @@ class Mechanic(Callback):
         Trainer(callbacks=[Mechanic(s_decay=0.0, prog_bar=True)])
 
     The lr, weight decay and schedule in `configure_optimizers` keep their meaning: the learning rate in force is
-    `scale * lr`, and any lr gives the same training. `mechanic/scale` and `mechanic/effective_lr` are logged. The state
+    `scale * lr`, and any lr gives the same training, unless the schedule ends at an absolute one (`eta_min`, `min_lr`),
+    which is warned of. `mechanic/scale` and `mechanic/effective_lr` are logged. The state
     is in the optimizer's, so `fit(ckpt_path=...)` continues exactly. Nothing has to be switched for validation.
 
     A module may be fitted again, with this callback or another. What was learned goes with the optimizer: one that the
@@ -166,6 +168,7 @@ class Mechanic(Callback):
         """The optimizers exist, and no state was loaded into them yet."""
         self.optimizers = []  # an optimizer of an earlier fit has what was learned in its own state
         self._attach(trainer)
+        warn_of_floors(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
         if _is_a(trainer.strategy, ("ModelParallelStrategy",)):
             load_plain_checkpoints_without_mechanic(trainer.strategy)
 
@@ -505,6 +508,34 @@ def check_strategy(trainer: Trainer) -> None:
             f"Mechanic was never tried with {type(strategy).__name__}: compare `mechanic/scale` on all ranks, which "
             f"must be equal. Tried: {', '.join(_TESTED)}."
         )
+
+
+def warn_of_floors(schedulers: Iterable[Any]) -> None:
+    """A schedule that ends at a learning rate, not at a share of the optimizer's, makes the choice of lr matter."""
+    for scheduler in schedulers:
+        name, floor = _floor(scheduler)
+        if floor > 0:
+            lr = _highest_lr(scheduler)
+            rank_zero_warn(
+                f"{type(scheduler).__name__}({name}={floor:g}) is an absolute learning rate. Mechanic scales it "
+                f"together with the optimizer's lr={lr:g}: the floor is {floor / lr if lr else math.inf:.3g} times the "
+                f"peak, and would be another with another lr. To have the same with any lr, write {name}=share * lr."
+            )
+        warn_of_floors(getattr(scheduler, "_schedulers", ()))
+
+
+def _floor(scheduler: Any) -> tuple[str, float]:
+    """The argument that sets a lowest learning rate, and its value; none where another sets the highest."""
+    if hasattr(scheduler, "max_lrs"):
+        return "", 0.0
+    if hasattr(scheduler, "min_lrs"):  # ReduceLROnPlateau
+        return "min_lr", max(map(float, scheduler.min_lrs))
+    return "eta_min", float(getattr(scheduler, "eta_min", 0.0))
+
+
+def _highest_lr(scheduler: Any) -> float:
+    lrs = getattr(scheduler, "base_lrs", None) or [group["lr"] for group in scheduler.optimizer.param_groups]
+    return max(map(float, lrs))
 
 
 def _has_callback(trainer: Trainer, name: str) -> bool:

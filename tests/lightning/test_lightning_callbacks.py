@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import functools
 import inspect
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ from lightning_helpers import (
     lightning_of,
     loader,
     module,
+    net,
     plain_loop,
     same,
     trainer,
@@ -27,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.lightning import Mechanic, check_version, installed, metrics
+from mechanic_plugins.lightning import Mechanic, check_version, installed, metrics, warn_of_floors
 
 pytestmark = QUIET
 
@@ -355,6 +358,65 @@ def test_an_optimizer_that_cannot_be_mechanized() -> None:
     with pytest.raises(ValueError, match="LBFGS cannot be mechanized"):
         trainer(pl, Mechanic()).fit(model, loader())
     assert same(weights(model), plain_loop(epochs=0).weights)
+
+
+def plateau(optimizer: Optimizer) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=1e-3)
+
+
+def cosine(optimizer: Optimizer, eta_min: float = 1e-4) -> Any:
+    return lr_scheduler.CosineAnnealingLR(optimizer, 20, eta_min=eta_min)
+
+
+def restarts(optimizer: Optimizer) -> Any:
+    return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5, eta_min=1e-2)
+
+
+def sequential(optimizer: Optimizer) -> Any:
+    warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=4)
+    return lr_scheduler.SequentialLR(optimizer, [warmup, cosine(optimizer)], milestones=[4])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named", "share"),
+    [
+        (cosine, "CosineAnnealingLR(eta_min=0.0001)", 0.01),
+        (plateau, "ReduceLROnPlateau(min_lr=0.001)", 0.1),
+        (restarts, "CosineAnnealingWarmRestarts(eta_min=0.01)", 1),
+        (sequential, "CosineAnnealingLR(eta_min=0.0001)", 0.01),
+    ],
+)
+def test_a_schedule_with_an_absolute_floor_is_told_about_once(schedule: Any, named: str, share: float) -> None:
+    """With it "any lr gives the same training" does not hold: the floor is a share of one lr only."""
+
+    def optimizers(model: nn.Module) -> Any:
+        optimizer = adamw(model)
+        config = {"scheduler": schedule(optimizer), "monitor": "loss"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    pl = lightning_of("lightning.pytorch")
+    with pytest.warns(UserWarning, match="is an absolute learning rate") as warned:
+        trainer(pl, Mechanic()).fit(module(pl, optimizers), loader())
+    (said,) = [text for text in map(str, (w.message for w in warned)) if "absolute" in text]
+    assert said.startswith(f"{named} is")
+    assert f"lr=0.01: the floor is {share} times the peak" in said
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        functools.partial(cosine, eta_min=0.0),
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, cycle_momentum=False),
+        lambda optimizer: lr_scheduler.PolynomialLR(optimizer),
+    ],
+    ids=["cosine", "plateau", "one cycle", "cyclic", "polynomial"],
+)
+def test_schedules_without_a_floor_are_not_warned_of(schedule: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_floors([schedule(adamw(net()))])
 
 
 def test_strategies_nobody_tried(pl: ModuleType) -> None:
