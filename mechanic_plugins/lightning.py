@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,6 +30,7 @@ from mechanic_plugins.checkpoint import DELTA, strip
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.passes import Backend
 from mechanic_plugins.settings import Preset, Rule, Scope
+from mechanic_plugins.summary import TOO_SHORT, ScaleHistory, is_still_rising, report
 
 __all__ = ["Mechanic", "demechanize_checkpoint"]
 
@@ -64,9 +65,9 @@ _LIGHTNINGS = installed()
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
-    from lightning_utilities.core.rank_zero import rank_zero_warn
+    from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 else:
-    from lightning_utilities.core.rank_zero import rank_zero_warn
+    from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
     # Trainers and command lines ask for instances of their own package's class.
     Callback = type("Callback", tuple(module.Callback for module in _LIGHTNINGS), {})
@@ -80,7 +81,8 @@ class Mechanic(Callback):
 
     The lr, weight decay and schedule in `configure_optimizers` keep their meaning: the learning rate in force is
     `scale * lr`, and any lr gives the same training, unless the schedule ends at an absolute one (`eta_min`, `min_lr`),
-    which is warned of. `mechanic/scale` and `mechanic/effective_lr` are logged. The state
+    which is warned of. `mechanic/scale` and `mechanic/effective_lr` are logged, and the end of fit names the highest
+    learning rate that was in force. The state
     is in the optimizer's, so `fit(ckpt_path=...)` continues exactly. Nothing has to be switched for validation.
 
     A module may be fitted again, with this callback or another. What was learned goes with the optimizer: one that the
@@ -154,6 +156,8 @@ class Mechanic(Callback):
         mechanize(torch.optim.SGD, **self.options)  # refuses bad values here, not at the first step
         self.optimizers: list[MechanicOptimizer] = []
         self._redirected: list[Any] = []
+        self._histories: dict[MechanicOptimizer, ScaleHistory] = {}
+        self._recorded = -1
         self._log = log
         self._prog_bar = prog_bar
 
@@ -167,6 +171,7 @@ class Mechanic(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The optimizers exist, and no state was loaded into them yet."""
         self.optimizers = []  # an optimizer of an earlier fit has what was learned in its own state
+        self._histories, self._recorded = {}, -1
         self._attach(trainer)
         warn_of_floors(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
         if _is_a(trainer.strategy, ("ModelParallelStrategy",)):
@@ -182,8 +187,15 @@ class Mechanic(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._recorded != trainer.global_step:  # not while gradients accumulate
+            self._recorded = trainer.global_step
+            for optimizer in self.optimizers:
+                self._histories.setdefault(optimizer, ScaleHistory()).record(optimizer)
         if self._log and (self._prog_bar or is_logged(trainer)):
             pl_module.log_dict(metrics(self.optimizers), on_step=True, on_epoch=False, prog_bar=self._prog_bar)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        summarize(self.optimizers, self._histories)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Only for `demechanize_checkpoint`: what resuming needs is in the optimizer's state."""
@@ -196,8 +208,10 @@ class Mechanic(Callback):
             self._release(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lightning calls no `teardown` then."""
+        """Lightning calls neither `on_train_end` nor `teardown` then."""
         self._release(trainer)
+        if isinstance(exception, KeyboardInterrupt):
+            summarize(self.optimizers, self._histories)
 
     def _attach(self, trainer: Trainer) -> None:
         self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
@@ -402,6 +416,16 @@ def metrics(optimizers: Sequence[MechanicOptimizer]) -> dict[str, Tensor]:
             if optimizer.settings.scope == "group":
                 logged |= {f"mechanic/scale{suffix}/{name}": s for name, s in zip(names, scales, strict=True)}
     return logged
+
+
+def summarize(optimizers: Sequence[MechanicOptimizer], histories: Mapping[MechanicOptimizer, ScaleHistory]) -> None:
+    """Says which learning rate each optimizer has learned, and which run was too short for it."""
+    for index, optimizer in enumerate(optimizers):
+        history = histories.get(optimizer)
+        name = type(optimizer.base).__name__ + (f"-{index}" if index else "")
+        rank_zero_info(f"{name}: {report(optimizer, history)}")
+        if history is not None and is_still_rising(history):
+            rank_zero_warn(f"{name}: {TOO_SHORT}")
 
 
 # -------------------------------------------------------------------- leaving

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,14 @@ import build_ops
 def pl(request: pytest.FixtureRequest) -> ModuleType:
     """Each of the two packages that Lightning comes in."""
     return lightning_of(request.param)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Lightning ignores further interrupts once it has met one."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture(scope="session")

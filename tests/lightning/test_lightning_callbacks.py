@@ -160,6 +160,28 @@ def test_learning_rate_monitor_lists_each_optimizer_once(pl: ModuleType, tmp_pat
     }
 
 
+@pytest.mark.parametrize(("name", "logged"), [(None, "lr-MechanicSGD"), ("rate", "rate")])
+def test_what_watches_the_bases_own_learning_rate_finds_it_under_this_name(
+    name: str | None, logged: str, tmp_path: Path
+) -> None:
+    """The README's advice for monitor="lr-SGD": the new name, or one in the scheduler's config, which stays."""
+
+    def optimizers(model: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.5), "name": name},
+        }
+
+    pl = lightning_of("lightning.pytorch")
+    stopping = pl.callbacks.EarlyStopping(logged, stopping_threshold=0.06, check_on_train_epoch_end=True)
+    best = pl.callbacks.ModelCheckpoint(tmp_path / "best", monitor=logged)
+    watching = [pl.callbacks.LearningRateMonitor(), stopping, best]
+    logger = pl.loggers.CSVLogger(tmp_path / "logs")
+    trainer(pl, Mechanic(), *watching, logger=logger, enable_checkpointing=True).fit(module(pl, optimizers), loader())
+    assert (stopping.stopped_epoch, best.best_model_score.item()) == (1, pytest.approx(0.05))
+
+
 def test_early_stopping_and_checkpoints_can_watch_the_scale(tmp_path: Path) -> None:
     pl = lightning_of("lightning.pytorch")
     stopping = pl.callbacks.EarlyStopping(

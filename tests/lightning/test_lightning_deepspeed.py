@@ -21,6 +21,8 @@ def run(engine_ranks: Ranks, *args: Any, **kwargs: Any) -> Any:
     first, second = engine_ranks(fit_engine, *args, **kwargs)
     assert first["weights"] == second["weights"]
     assert first["tuner"] == second["tuner"], "the ranks learned different scales"
+    assert [len(first["said"]), len(second["said"])] == [1, 0]
+    assert "Adam: Mechanic learned a peak learning rate of" in first["said"][0].replace("AdamW", "Adam")
     return first
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,14 +93,6 @@ def test_the_scheduler_is_given_back_after_fit_and_points_at_the_wrapper_meanwhi
     assert model.schedule.optimizer is model.kept
     assert model.kept.step is planted
     assert "step" not in vars(fitted.optimizers[0])
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Lightning ignores further interrupts once it has met one."""
-    handler = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.usefixtures("interruptible")
