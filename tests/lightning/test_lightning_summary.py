@@ -33,9 +33,7 @@ def still_rising(record: list[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in record if "still rising" in str(w.message)]
 
 
-def test_the_end_of_fit_names_the_highest_learning_rate_in_force(
-    pl: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_of_fit_names_the_highest_learning_rate_in_force(caplog: pytest.LogCaptureFixture) -> None:
     """By the end the schedule has brought the learning rate down: the last one says nothing."""
     rates = []
 
@@ -48,10 +46,10 @@ def test_the_end_of_fit_names_the_highest_learning_rate_in_force(
         (optimizer,) = self.trainer.optimizers
         rates.append((optimizer.effective_lrs[0], optimizer.scale.item(), optimizer.lrs[0]))
 
+    pl = lightning_of("lightning.pytorch")
+    model = module(pl, optimizers, on_train_batch_end=on_train_batch_end)
     with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as record:
-        trainer(pl, Mechanic(), max_epochs=40).fit(
-            module(pl, optimizers, on_train_batch_end=on_train_batch_end), loader()
-        )
+        trainer(pl, Mechanic(), max_epochs=40).fit(model, loader())
     assert lines(caplog) == [("AdamW", *(pytest.approx(number, rel=5e-3) for number in max(rates)))]
     assert max(rates)[0] > 2 * rates[-1][0]
     assert not still_rising(record)
@@ -121,12 +119,11 @@ def test_an_interrupted_run_still_names_what_it_has_learned(caplog: pytest.LogCa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
-def test_the_line_reaches_the_console_by_default(namespace: str) -> None:
+def test_the_line_reaches_the_console_by_default() -> None:
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-import {namespace} as pl
+import lightning.pytorch as pl
 from lightning_helpers import loader, module, trainer
 from mechanic_plugins.lightning import Mechanic
 trainer(pl, Mechanic()).fit(module(pl), loader())
