@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import importlib
 import inspect
 import sys
 import warnings
@@ -30,7 +31,10 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.lightning import Mechanic, check_version, installed, metrics, warn_of_floors
+from mechanic_plugins.lightning import Mechanic
+from mechanic_plugins.lightning.checks import warn_of_floors
+from mechanic_plugins.lightning.packages import check_version
+from mechanic_plugins.lightning.reports import metrics
 
 pytestmark = QUIET
 
@@ -468,7 +472,12 @@ def test_an_old_lightning() -> None:
 
 
 def test_no_lightning_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lightning", "pytorch_lightning"):
+    """Whatever the plugin imports first, this is what must be read."""
+    for name in [name for name in sys.modules if name.startswith("mechanic_plugins.lightning")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("lightning", "lightning_utilities", "pytorch_lightning"):
+        for part in [part for part in sys.modules if part.split(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, part)
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"pip install 'mechanic-plugins\[lightning\]'"):
-        installed()
+        importlib.import_module("mechanic_plugins.lightning")
