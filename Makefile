@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 test: $(INSTALLED)
 	@# minutes the first time, nothing after that; without a compiler it says what will be skipped
-	$(BIN)/python tests/deepspeed_plugin/build_ops.py
+	$(BIN)/python tests/build_ops.py
 	$(BIN)/python -m pytest $(ON_RANKS)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ON_RANKS))
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
+import build_ops
 import pytest
 from ranks import Ranks
 
@@ -9,11 +11,43 @@ from ranks import Ranks
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
     """`ranks(2)(function, ...)` runs the function on two ranks that live as long as the test run."""
+    yield from _of_any_size(Ranks, tmp_path_factory, "ranks")
+
+
+class DeepSpeedRanks(Ranks):
+    """They alone find the compiled operators in their environment."""
+
+    def _start(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in build_ops.environment().items():
+                patch.setenv(name, value)
+            super()._start()
+
+
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """DeepSpeed's CPU operators. `make test` has compiled them; a bare pytest does it here."""
+    if reason := build_ops.why_not():
+        assert not os.environ.get("CI"), f"{reason}: continuous integration must run these tests"
+        pytest.skip(reason)
+    if not build_ops.are_compiled():
+        build_ops.build_in_subprocess()
+
+
+@pytest.fixture(scope="session")
+def engines(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
+    """As `ranks`, for DeepSpeed alone: it keeps state in its modules that other distributed tests should not meet."""
+    yield from _of_any_size(DeepSpeedRanks, tmp_path_factory, "deepspeed")
+
+
+def _of_any_size(
+    kind: type[Ranks], tmp_path_factory: pytest.TempPathFactory, name: str
+) -> Iterator[Callable[[int], Ranks]]:
     made: dict[int, Ranks] = {}
 
     def of(world_size: int) -> Ranks:
         if world_size not in made:
-            made[world_size] = Ranks(tmp_path_factory.mktemp(f"ranks{world_size}"), world_size)
+            made[world_size] = kind(tmp_path_factory.mktemp(f"{name}{world_size}"), world_size)
         return made[world_size]
 
     yield of

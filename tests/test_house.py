@@ -42,6 +42,9 @@ FLOORS = [
     {"hf_checkpoint", "names", "optim_args", "schedules"},
     {"deepspeed_refusals", "deepspeed_universal"},
     {"deepspeed"},
+    {"lightning.packages"},
+    {"lightning.checks", "lightning.reports"},
+    {"lightning.attach"},
     {"lightning"},
     {"accelerate", "ds_to_universal", "hf_bases"},
     {"transformers"},
@@ -51,7 +54,9 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
+FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+FILES = {module.removesuffix(".__init__"): path for module, path in FILES.items()}
+MODULES = sorted(FILES)
 
 FRAMEWORKS = [
     "accelerate",
@@ -73,14 +78,14 @@ FRAMEWORKS = [
 def imported_by(module: str) -> set[str]:
     """The package's own modules that this one imports, anywhere in its text."""
     found = set()
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "mechanic_plugins":
             found |= {alias.name if alias.name in MODULES else "__init__" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mechanic_plugins."):
-            found.add(str(node.module).split(".")[1])
+            found.add(str(node.module).removeprefix("mechanic_plugins."))
         elif isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-            found |= {[*name, "__init__"][1] for name in names if name[0] == "mechanic_plugins"}
+            names = [alias.name.partition(".") for alias in node.names]
+            found |= {name or "__init__" for package, _, name in names if package == "mechanic_plugins"}
     return found
 
 
@@ -95,7 +100,7 @@ def test_no_relative_imports_hide_from_the_test_above() -> None:
     relative = [
         module
         for module in MODULES
-        for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text()))
+        for node in ast.walk(ast.parse(FILES[module].read_text()))
         if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert not relative
@@ -103,7 +108,7 @@ def test_no_relative_imports_hide_from_the_test_above() -> None:
 
 def test_the_maths_knows_no_optimizer_and_no_distribution() -> None:
     for module in ("settings", "tuner"):
-        tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+        tree = ast.parse(FILES[module].read_text())
         names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         names |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
         assert not [name for name in names if str(name).startswith(("torch.distributed", "torch.optim"))]

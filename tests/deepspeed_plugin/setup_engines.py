@@ -14,10 +14,12 @@ from torch import nn
 
 
 def run_from_json(rank: int, case: Case) -> dict[str, Any]:
+    from mechanic_plugins.summary import report
+
     start(rank)
     engine, opt = engine_of(case)
     seen = train(engine, opt, case, range(case.steps))
-    return {**seen, "base": type(opt.base).__name__, "settings": repr(opt.settings)}
+    return {**seen, "base": type(opt.base).__name__, "settings": repr(opt.settings), "report": report(opt)}
 
 
 def run_given(rank: int, case: Case, what: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def test_from_the_config_file(engines: Engines, stage: int) -> None:
     same = Case(base_options=base, options={"s_decay": 0.0, "eps": 1e-7}, steps=12)
     assert_same_training(same, ranks, plain_side.plain_run(same))
     assert "eps=1e-07" in ranks[0]["settings"]
+    assert ranks[0]["report"].startswith("Mechanic learned a peak learning rate of ")
     assert ranks[0]["base"] == "AdamW"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning_helpers import adamw, lightning_of, module, trainer
-from lightning_on_ranks import OPTIONS, Result, environment, rank_loader
+from lightning_on_ranks import OPTIONS, Result, environment, heard, rank_loader
 from torch import Tensor, nn
 
 from mechanic_plugins.lightning import Mechanic
@@ -85,7 +85,7 @@ def fit_engine(
     pl = lightning_of(namespace)
     callback, model = Mechanic(**OPTIONS), module(pl, scheduled)
     settings = {**config_of(stage, offload=offload), **(config or {})}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), heard() as messages:
         warnings.simplefilter("ignore")
         fitted = trainer(
             pl,
@@ -104,6 +104,8 @@ def fit_engine(
         "weights": [w.tolist() for w in whole_weights(model)],
         "tuner": [t.tolist() for t in optimizer.tuner],
         "scale": optimizer.scale.item(),
+        "said": [message for message in messages if "Mechanic" in message],
+        "schedules": type(fitted.lr_scheduler_configs[0].scheduler.optimizer).__name__,
         "logged": {name: value.item() for name, value in fitted.callback_metrics.items() if "mechanic" in name},
     }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +13,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning_helpers import BATCH, lightning_of, loader, module, trainer
+from lightning_helpers import BATCH, built_in_init, lightning_of, loader, module, trainer
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullOptimStateDictConfig, FullStateDictConfig, StateDictType, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 (what torch's own documents call it)
@@ -101,6 +105,19 @@ def rank_loader(rank: int) -> DataLoader[Any]:
     return DataLoader(whole, batch_size=BATCH // 2, sampler=sampler)
 
 
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What Lightning's console shows of this rank."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    rank_zero.log.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        rank_zero.log.removeHandler(handler)
+
+
 def fit(
     rank: int,
     namespace: str,
@@ -115,7 +132,7 @@ def fit(
     """Trains and returns plain values: the whole weights, the tuner, what was logged, what was warned of."""
     pl = lightning_of(namespace)
     callback, model = Mechanic(**OPTIONS), module(pl, **configured(kind))
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, heard() as messages:
         warnings.simplefilter("always")
         fitted = trainer(
             pl,
@@ -137,7 +154,25 @@ def fit(
         "scale": optimizer.scale.item() if mechanic else None,
         "moments": int(next(iter(optimizer.state.values()))["step"]),
         "logged": {name: value.item() for name, value in fitted.callback_metrics.items() if "mechanic" in name},
+        "said": [message for message in messages if "Mechanic" in message],
         "warned": [str(warning.message) for warning in caught],
+    }
+
+
+def refit(rank: int, namespace: str) -> Result:
+    """Three fits of one epoch, each with a Trainer and a callback of its own, of a module that keeps its optimizer."""
+    pl = lightning_of(namespace)
+    model = built_in_init(pl)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            callback = Mechanic(**OPTIONS)
+            settings = {"strategy": strategy(pl, "ddp"), "plugins": [environment(pl, rank)], "devices": 2}
+            fitted = trainer(pl, callback, **settings, use_distributed_sampler=False, max_epochs=1)
+            fitted.fit(model, rank_loader(rank))
+    return {
+        "weights": [w.tolist() for w in model.parameters()],
+        "steps": callback.optimizers[0].tuner.steps.item(),
     }
 
 

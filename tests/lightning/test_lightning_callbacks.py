@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import functools
+import importlib
 import inspect
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +21,7 @@ from lightning_helpers import (
     lightning_of,
     loader,
     module,
+    net,
     plain_loop,
     same,
     trainer,
@@ -27,7 +31,10 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.lightning import Mechanic, check_version, installed, metrics
+from mechanic_plugins.lightning import Mechanic
+from mechanic_plugins.lightning.checks import warn_of_floors
+from mechanic_plugins.lightning.packages import check_version
+from mechanic_plugins.lightning.reports import metrics
 
 pytestmark = QUIET
 
@@ -155,6 +162,28 @@ def test_learning_rate_monitor_lists_each_optimizer_once(pl: ModuleType, tmp_pat
         "lr-MechanicSGD/body": [0.3, 0.15, 0.075],
         "lr-MechanicSGD/pg2": [0.1, 0.05, 0.025],
     }
+
+
+@pytest.mark.parametrize(("name", "logged"), [(None, "lr-MechanicSGD"), ("rate", "rate")])
+def test_what_watches_the_bases_own_learning_rate_finds_it_under_this_name(
+    name: str | None, logged: str, tmp_path: Path
+) -> None:
+    """The README's advice for monitor="lr-SGD": the new name, or one in the scheduler's config, which stays."""
+
+    def optimizers(model: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.5), "name": name},
+        }
+
+    pl = lightning_of("lightning.pytorch")
+    stopping = pl.callbacks.EarlyStopping(logged, stopping_threshold=0.06, check_on_train_epoch_end=True)
+    best = pl.callbacks.ModelCheckpoint(tmp_path / "best", monitor=logged)
+    watching = [pl.callbacks.LearningRateMonitor(), stopping, best]
+    logger = pl.loggers.CSVLogger(tmp_path / "logs")
+    trainer(pl, Mechanic(), *watching, logger=logger, enable_checkpointing=True).fit(module(pl, optimizers), loader())
+    assert (stopping.stopped_epoch, best.best_model_score.item()) == (1, pytest.approx(0.05))
 
 
 def test_early_stopping_and_checkpoints_can_watch_the_scale(tmp_path: Path) -> None:
@@ -357,6 +386,65 @@ def test_an_optimizer_that_cannot_be_mechanized() -> None:
     assert same(weights(model), plain_loop(epochs=0).weights)
 
 
+def plateau(optimizer: Optimizer) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=1e-3)
+
+
+def cosine(optimizer: Optimizer, eta_min: float = 1e-4) -> Any:
+    return lr_scheduler.CosineAnnealingLR(optimizer, 20, eta_min=eta_min)
+
+
+def restarts(optimizer: Optimizer) -> Any:
+    return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5, eta_min=1e-2)
+
+
+def sequential(optimizer: Optimizer) -> Any:
+    warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=4)
+    return lr_scheduler.SequentialLR(optimizer, [warmup, cosine(optimizer)], milestones=[4])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named", "share"),
+    [
+        (cosine, "CosineAnnealingLR(eta_min=0.0001)", 0.01),
+        (plateau, "ReduceLROnPlateau(min_lr=0.001)", 0.1),
+        (restarts, "CosineAnnealingWarmRestarts(eta_min=0.01)", 1),
+        (sequential, "CosineAnnealingLR(eta_min=0.0001)", 0.01),
+    ],
+)
+def test_a_schedule_with_an_absolute_floor_is_told_about_once(schedule: Any, named: str, share: float) -> None:
+    """With it "any lr gives the same training" does not hold: the floor is a share of one lr only."""
+
+    def optimizers(model: nn.Module) -> Any:
+        optimizer = adamw(model)
+        config = {"scheduler": schedule(optimizer), "monitor": "loss"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    pl = lightning_of("lightning.pytorch")
+    with pytest.warns(UserWarning, match="is an absolute learning rate") as warned:
+        trainer(pl, Mechanic()).fit(module(pl, optimizers), loader())
+    (said,) = [text for text in map(str, (w.message for w in warned)) if "absolute" in text]
+    assert said.startswith(f"{named} is")
+    assert f"lr=0.01: the floor is {share} times the peak" in said
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        functools.partial(cosine, eta_min=0.0),
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, cycle_momentum=False),
+        lambda optimizer: lr_scheduler.PolynomialLR(optimizer),
+    ],
+    ids=["cosine", "plateau", "one cycle", "cyclic", "polynomial"],
+)
+def test_schedules_without_a_floor_are_not_warned_of(schedule: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_floors([schedule(adamw(net()))])
+
+
 def test_strategies_nobody_tried(pl: ModuleType) -> None:
     single = pl.strategies.SingleDeviceStrategy
     xla = type("SingleDeviceXLAStrategy", (single,), {})
@@ -385,7 +473,12 @@ def test_an_old_lightning() -> None:
 
 
 def test_no_lightning_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lightning", "pytorch_lightning"):
+    """Whatever the plugin imports first, this is what must be read."""
+    for name in [name for name in sys.modules if name.startswith("mechanic_plugins.lightning")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("lightning", "lightning_utilities", "pytorch_lightning"):
+        for part in [part for part in sys.modules if part.split(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, part)
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"pip install 'mechanic-plugins\[lightning\]'"):
-        installed()
+        importlib.import_module("mechanic_plugins.lightning")

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from mechanic_plugins.lightning import Mechanic, demechanize_checkpoint
 
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:CosineAnnealingLR.eta_min=0.001. is an absolute")]
 
 
 def by_step(model: nn.Module) -> Any:

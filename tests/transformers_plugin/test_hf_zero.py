@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from hf_tiny import STEPS, assert_same, by_step, command_line, plain_loop
 from ranks import Ranks
 
 pytestmark = pytest.mark.slow
+
+Engines = Callable[[int], Ranks]
 
 
 def arguments(folder: Path, stage: int, *, offload: bool = False, block: Any = None, **options: Any) -> list[str]:
@@ -38,10 +41,10 @@ def adamw(groups: Any, lr: float) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_is_a_plain_loop_on_both_ranks_batches_and_resumes_exactly(
-    zero_ranks: Ranks, tmp_path: Path, stage: int
+    engines: Engines, tmp_path: Path, stage: int
 ) -> None:
     argv = arguments(tmp_path, stage, save_strategy="steps", save_steps=STEPS // 2)
-    whole = zero_ranks(train, argv, "deepspeed")
+    whole = engines(2)(train, argv, "deepspeed")
     assert whole[0]["distributed"] == "DEEPSPEED"
     assert whole[0]["optimizers"][0] == "DeepSpeedOptimizerWrapper"
     assert "MechanicAdamW" in whole[0]["optimizers"]
@@ -49,18 +52,18 @@ def test_zero_is_a_plain_loop_on_both_ranks_batches_and_resumes_exactly(
     assert scales[0] == scales[1]
     assert_same(whole[0], plain_loop(by_step(whole), adamw, dtype="float32"))
     checkpoint = tmp_path / f"checkpoint-{STEPS // 2}"
-    resumed = zero_ranks(train, [*argv, "--resume_from_checkpoint", str(checkpoint)], "deepspeed")
+    resumed = engines(2)(train, [*argv, "--resume_from_checkpoint", str(checkpoint)], "deepspeed")
     assert len(resumed[0]["batches"]) == STEPS // 2
     assert resumed[0]["logs"] == whole[0]["logs"]
     assert resumed[0]["weights"] == whole[0]["weights"]
 
 
-def test_an_offloaded_optimizer_keeps_mechanic(zero_ranks: Ranks, tmp_path: Path) -> None:
+def test_an_offloaded_optimizer_keeps_mechanic(engines: Engines, tmp_path: Path) -> None:
     """accelerate puts a plain DeepSpeedCPUAdam in the place of any optimizer."""
-    results = zero_ranks(train, arguments(tmp_path, 2, offload=True), "deepspeed")
+    results = engines(2)(train, arguments(tmp_path, 2, offload=True), "deepspeed")
     assert results[0]["optimizers"][-2:] == ["MechanicDeepSpeedCPUAdam", "DeepSpeedCPUAdam"]
     steps = [[batch.tolist() for batch in step] for step in by_step(results)]
-    expected = zero_ranks(loop_with_cpu_adam, steps)[0]
+    expected = engines(2)(loop_with_cpu_adam, steps)[0]
     expected["weights"] = {name: torch.tensor(weight) for name, weight in expected["weights"].items()}
     assert_same(results[0], expected)
 
@@ -74,7 +77,7 @@ def loop_with_cpu_adam(rank: int, steps: list[list[list[list[int]]]]) -> dict[st
     return {**result, "weights": {name: weight.tolist() for name, weight in result["weights"].items()}}
 
 
-def test_an_optimizer_in_the_config_that_takes_mechanics_place_is_noticed(zero_ranks: Ranks, tmp_path: Path) -> None:
+def test_an_optimizer_in_the_config_that_takes_mechanics_place_is_noticed(engines: Engines, tmp_path: Path) -> None:
     block = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
     with pytest.raises(AssertionError, match='Take the "optimizer" block out of the DeepSpeed config'):
-        zero_ranks(train, arguments(tmp_path, 2, block=block), "deepspeed")
+        engines(2)(train, arguments(tmp_path, 2, block=block), "deepspeed")

@@ -1,0 +1,194 @@
+"""Puts Mechanic into a strategy, and gives the module's own optimizers and schedulers back after fit."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from mechanic_plugins.api import Options, mechanize
+from mechanic_plugins.checkpoint import DELTA, strip
+from mechanic_plugins.lightning.checks import DEEPSPEED, is_a
+from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_warn
+from mechanic_plugins.optimizer import MechanicOptimizer
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+__all__ = [
+    "attach",
+    "load_plain_checkpoints_without_mechanic",
+    "mechanize_before_the_engine",
+    "redirect_schedulers",
+    "release",
+    "schedulers_redirected",
+]
+
+
+def attach(strategy: Strategy, options: Options, *, known: Sequence[MechanicOptimizer]) -> list[MechanicOptimizer]:
+    """Mechanizes the strategy's optimizers where they are not yet, and returns them.
+
+    Args:
+        strategy: Holds the optimizers and the schedulers.
+        options: For `mechanize`.
+        known: What an earlier call returned: an optimizer that is met again keeps what it has learned.
+    """
+    if is_a(strategy, DEEPSPEED):
+        return [_mechanic_of(strategy)]
+    wanted = [_mechanized(optimizer, options, known) for optimizer in strategy.optimizers]
+    if any(new is not old for new, old in zip(wanted, strategy.optimizers, strict=True)):
+        strategy.optimizers = wanted
+    return _ours(strategy)
+
+
+def _ours(strategy: Strategy) -> list[MechanicOptimizer]:
+    return [optimizer for optimizer in strategy.optimizers if isinstance(optimizer, MechanicOptimizer)]
+
+
+def release(strategy: Strategy, schedulers: Iterable[Any]) -> None:
+    """Leaves a module's own optimizers and schedulers as a later fit expects them, with Mechanic or without.
+
+    The strategy keeps the mechanized optimizers: checkpoints may be saved after fit. Their tuners are written to the
+    param groups, where the next `mechanize` of the same base finds them.
+    """
+    restore_schedulers(schedulers)
+    for planted in ("_init_optimizers", "load_checkpoint"):
+        vars(strategy).pop(planted, None)
+    for optimizer in _ours(strategy):
+        optimizer.state_dict()
+
+
+def mechanize_before_the_engine(strategy: Any, options: Options) -> None:
+    """DeepSpeed's engine takes the optimizer when it is built, before on_fit_start: the engine then attaches itself."""
+    import_module("mechanic_plugins.deepspeed")
+    configure = type(strategy)._init_optimizers
+
+    def _init_optimizers() -> tuple[Optimizer, Any]:
+        optimizer, config = configure(strategy)
+        return _mechanized(optimizer, options, ()), config
+
+    strategy._init_optimizers = _init_optimizers
+
+
+def _mechanic_of(strategy: Any) -> MechanicOptimizer:
+    found: MechanicOptimizer | None = import_module("mechanic_plugins.deepspeed").mechanic_of(strategy.deepspeed_engine)
+    if found is None:
+        raise ValueError(
+            f"the DeepSpeed config builds its own optimizer, {strategy.config.get('optimizer')}, without Mechanic: "
+            "return it from configure_optimizers instead, or name it there as MechanicAdamW, MechanicSGD, ..."
+        )
+    return found
+
+
+def load_plain_checkpoints_without_mechanic(strategy: Strategy) -> None:
+    """Torch refuses a sharded checkpoint that lacks an entry which the optimizer has: hand it the base for the load."""
+    load = type(strategy).load_checkpoint
+
+    def load_checkpoint(checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        if is_sharded_without_mechanic(checkpoint_path):
+            detach(strategy)
+        return load(strategy, checkpoint_path, *args, **kwargs)
+
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign]
+
+
+def detach(strategy: Strategy) -> None:
+    """Puts the bases back, without a trace of Mechanic. `attach` starts it anew."""
+    ours = _ours(strategy)
+    for optimizer in ours:
+        strip(optimizer.param_groups, optimizer.state)
+    strategy.optimizers = [getattr(o, "base", o) if o in ours else o for o in strategy.optimizers]
+
+
+def is_sharded_without_mechanic(path: str | Path) -> bool:
+    """Whether this is a folder of torch.distributed.checkpoint that was saved without Mechanic; says so."""
+    if not (Path(path) / ".metadata").is_file():
+        return False
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if any(DELTA in key for key in FileSystemReader(path).read_metadata().state_dict_metadata):
+        return False
+    rank_zero_warn(
+        f"{path} has no Mechanic in it: the optimizer's moments are kept, and the scale is learned anew from the "
+        "loaded weights."
+    )
+    return True
+
+
+def _mechanized(optimizer: Any, options: Options, known: Sequence[MechanicOptimizer]) -> Optimizer:
+    optimizer = _without_proxy(optimizer)
+    if isinstance(optimizer, MechanicOptimizer):
+        if not any(optimizer is mine for mine in known):
+            rank_zero_warn(
+                "configure_optimizers returned a mechanized optimizer: it is used as it is, and the settings of the "
+                "Mechanic callback do not reach it. Use one of the two, mechanize() or the callback."
+            )
+        return optimizer
+    if _is_no_optimizer(optimizer):
+        return optimizer  # type: ignore[no-any-return]
+    return next((mine for mine in known if mine.base is optimizer), None) or mechanize(optimizer, **options)
+
+
+def _without_proxy(optimizer: Any) -> Any:
+    """configure_optimizers may return one of Lightning's own proxies."""
+    proxies = tuple(module.core.optimizer.LightningOptimizer for module in LIGHTNINGS)
+    return optimizer._optimizer if isinstance(optimizer, proxies) else optimizer
+
+
+def _is_no_optimizer(optimizer: object) -> bool:
+    """Lightning's stand-in where configure_optimizers returned None; it has said so."""
+    return type(optimizer).__name__ == "_MockOptimizer"
+
+
+def redirect_schedulers(strategy: Strategy, optimizers: Sequence[MechanicOptimizer]) -> list[Any]:
+    """Points schedulers that were built on a base at its wrapper, and returns them.
+
+    LearningRateMonitor would list base and wrapper as two optimizers.
+    """
+    redirected = []
+    for config in strategy.lr_scheduler_configs:
+        scheduler: Any = config.scheduler
+        for optimizer in optimizers:
+            if getattr(scheduler, "optimizer", None) is optimizer.base:
+                scheduler.optimizer = optimizer
+                optimizer.step = _tracked_step(optimizer)  # type: ignore[method-assign]
+                redirected.append(scheduler)
+    return redirected
+
+
+def restore_schedulers(redirected: Iterable[Any]) -> None:
+    """Points them at their base again: Lightning refuses a scheduler of an optimizer that it was not given."""
+    for scheduler in redirected:
+        if isinstance(scheduler.optimizer, MechanicOptimizer):
+            vars(scheduler.optimizer).pop("step", None)
+            scheduler.optimizer = scheduler.optimizer.base
+
+
+@contextmanager
+def schedulers_redirected(strategy: Strategy) -> Iterator[None]:
+    """As they are during a fit. After it, `trainer.save_checkpoint` finds them restored."""
+    redirected = redirect_schedulers(strategy, _ours(strategy))
+    try:
+        yield
+    finally:
+        restore_schedulers(redirected)
+
+
+def _tracked_step(optimizer: MechanicOptimizer) -> Any:
+    """What torch's schedulers do to their optimizer's step; they warn when they find one that is not so marked."""
+    step, reference = type(optimizer).step, weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        me: Any = reference()
+        me._opt_called = True
+        return step(me, *args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return tracked

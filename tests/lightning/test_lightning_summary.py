@@ -1,0 +1,133 @@
+"""What a person reads at the end of fit."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lightning_helpers import BATCHES, QUIET, adamw, lightning_of, loader, module, trainer
+from torch.optim import lr_scheduler
+
+from mechanic_plugins.lightning import Mechanic
+
+pytestmark = QUIET
+
+LINE = re.compile(r"(\S+): Mechanic learned a peak learning rate of (\S+) \(scale (\S+) x lr (\S+)\)\.")
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, float, float, float]]:
+    """The optimizer's name, the peak, the scale and the lr of every such line."""
+    found = [LINE.fullmatch(message) for message in caplog.messages]
+    return [(m[1], float(m[2]), float(m[3]), float(m[4])) for m in found if m]
+
+
+def still_rising(record: list[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in record if "still rising" in str(w.message)]
+
+
+def test_the_end_of_fit_names_the_highest_learning_rate_in_force(caplog: pytest.LogCaptureFixture) -> None:
+    """By the end the schedule has brought the learning rate down: the last one says nothing."""
+    rates = []
+
+    def optimizers(model: Any) -> Any:
+        optimizer = adamw(model)
+        schedule = lr_scheduler.CosineAnnealingLR(optimizer, 40 * BATCHES)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_batch_end(self: Any, *args: Any) -> None:
+        (optimizer,) = self.trainer.optimizers
+        rates.append((optimizer.effective_lrs[0], optimizer.scale.item(), optimizer.lrs[0]))
+
+    pl = lightning_of("lightning.pytorch")
+    model = module(pl, optimizers, on_train_batch_end=on_train_batch_end)
+    with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as record:
+        trainer(pl, Mechanic(), max_epochs=40).fit(model, loader())
+    assert lines(caplog) == [("AdamW", *(pytest.approx(number, rel=5e-3) for number in max(rates)))]
+    assert max(rates)[0] > 2 * rates[-1][0]
+    assert not still_rising(record)
+
+
+def test_a_run_that_was_too_short_is_told_so(pl: ModuleType) -> None:
+    with pytest.warns(UserWarning, match="AdamW: Mechanic's scale was still rising"):
+        trainer(pl, Mechanic()).fit(module(pl), loader())
+
+
+def test_a_run_of_few_steps_is_not_judged_however_many_batches_it_takes() -> None:
+    """With a record for every batch, these 6 steps of 6 accumulated batches would look like a run of 36."""
+    pl = lightning_of("lightning.pytorch")
+    with warnings.catch_warnings(record=True) as record:
+        trainer(pl, Mechanic(), accumulate_grad_batches=6, max_epochs=6).fit(module(pl), loader())
+    assert not still_rising(record)
+
+
+def test_several_optimizers_have_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward((self.net(batch[0]) - batch[1]).square().mean())
+            optimizer.step()
+
+    pl = lightning_of("lightning.pytorch")
+    model = module(
+        pl, lambda model: [adamw(model), torch.optim.SGD(model.parameters(), lr=0.1)], training_step=training_step
+    )
+    model.automatic_optimization = False
+    with caplog.at_level(logging.INFO):
+        trainer(pl, Mechanic()).fit(model, loader())
+    (first, _, _, first_lr), (second, _, _, second_lr) = lines(caplog)
+    assert (first, first_lr, second, second_lr) == ("AdamW", 0.01, "SGD-1", 0.1)
+
+
+def test_groups_that_never_move_do_not_disturb(caplog: pytest.LogCaptureFixture) -> None:
+    """LoRA+ makes empty groups; a frozen group has parameters and no gradients."""
+
+    def optimizers(model: Any) -> Any:
+        model[0].requires_grad_(False)
+        frozen, moving = list(model[0].parameters()), list(model[2].parameters())
+        return torch.optim.AdamW([{"params": moving}, {"params": frozen}, {"params": []}], lr=1e-2)
+
+    pl = lightning_of("lightning.pytorch")
+    callback = Mechanic(scope="group")
+    fitted = trainer(pl, callback, max_epochs=6)
+    with caplog.at_level(logging.INFO):
+        fitted.fit(module(pl, optimizers), loader())
+    moving, frozen, empty = callback.optimizers[0].scales.tolist()
+    assert moving > 0 == frozen == empty
+    assert fitted.callback_metrics["mechanic/scale"].item() == pytest.approx(moving)
+    (said,) = [message for message in caplog.messages if "Mechanic learned" in message]
+    assert f"pg1 {max(callback.optimizers[0].effective_lrs):.3g}" in said
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_run_still_names_what_it_has_learned(caplog: pytest.LogCaptureFixture) -> None:
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.current_epoch == 2:
+            raise KeyboardInterrupt
+
+    pl = lightning_of("lightning.pytorch")
+    with caplog.at_level(logging.INFO), pytest.raises(SystemExit):
+        trainer(pl, Mechanic()).fit(module(pl, on_train_batch_start=on_train_batch_start), loader())
+    assert [name for name, *_ in lines(caplog)] == ["AdamW"]
+
+
+@pytest.mark.slow
+def test_the_line_reaches_the_console_by_default() -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import lightning.pytorch as pl
+from lightning_helpers import loader, module, trainer
+from mechanic_plugins.lightning import Mechanic
+trainer(pl, Mechanic()).fit(module(pl), loader())
+"""
+    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
+    (line,) = [line for line in run.stderr.splitlines() if LINE.fullmatch(line)]
+    assert line.startswith("AdamW: Mechanic learned a peak learning rate of ")
