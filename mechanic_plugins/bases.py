@@ -54,21 +54,35 @@ def steps_parameters_independently(base: Optimizer) -> bool:
 
 
 def can_fuse_on_cpu(base: Optimizer, params: Iterable[Tensor]) -> bool:
-    """Whether torch's fused CPU kernel can make this step, and the user has not asked for another way.
+    """Whether torch's fused CPU kernel steps these parameters rightly, and the user has not asked for another way.
 
-    torch takes it only when told to, though it is the fastest; it walks memory, so all must lie there in one order.
+    torch takes it only when told to, though it is the fastest. It walks flat memory, so everything must lie there in
+    one order; and with 16-bit weights SGD's leaves most of them out (https://github.com/pytorch/pytorch/issues/191763).
     """
     if not _is_torchs(type(base), _FUSED_ON_CPU):
         return False
     if any(g["foreach"] is not None or g["fused"] is not None or g.get("capturable") for g in base.param_groups):
         return False
-    return all(
-        p.device.type == "cpu"
-        and p.is_floating_point()
-        and p.is_contiguous()
-        and (p.grad is None or p.grad.is_contiguous())
-        for p in params
-    )
+    stepped = [p for p in params if p.grad is not None]
+    return all(_is_one_row(p, base.state.get(p, {})) for p in stepped) and not _has_some_buffers(base)
+
+
+def _is_one_row(p: Tensor, state: dict[str, Any]) -> bool:
+    """Whether weights, gradient and moments are contiguous and of one dtype that the fused CPU kernels get right."""
+    if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.float64):
+        return False
+    moments = (t for t in state.values() if isinstance(t, Tensor) and t.shape == p.shape)
+    return all(t is not None and t.dtype == p.dtype and t.is_contiguous() for t in (p, p.grad, *moments))
+
+
+def _has_some_buffers(base: Optimizer) -> bool:
+    """Torch's fused SGD needs the momentum buffers of all its parameters or of none: a late gradient brings a mix."""
+    for group in base.param_groups:
+        if group.get("momentum"):
+            states = [base.state.get(p, {}) for p in group["params"] if p.grad is not None]
+            if len({state.get("momentum_buffer") is None for state in states}) > 1:
+                return True
+    return False
 
 
 def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:

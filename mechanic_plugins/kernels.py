@@ -35,13 +35,13 @@ class Tensors:
         self.refs = [slot.ref for slot in slots]
         self.sizes = [slot.x.numel() * slot.x.element_size() for slot in slots]
         self._device, self._dtype = slots[0].x.device, slots[0].x.dtype
-        self._shapes = [slot.x.shape for slot in slots]
+        self._layouts = [(slot.x.shape, slot.x.stride()) for slot in slots]
 
     def point(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether weights and gradients are still what they were."""
         dtype, device = self._dtype, self._device
-        for x, grad, shape in zip(xs, grads, self._shapes, strict=True):
-            if x.dtype != dtype or x.shape != shape or x.device != device:
+        for x, grad, layout in zip(xs, grads, self._layouts, strict=True):
+            if x.dtype != dtype or x.device != device or (x.shape, x.stride()) != layout:
                 return False
             if grad is not None and grad.layout != torch.strided:
                 return False

@@ -19,7 +19,7 @@ from mechanic_plugins import bases, gpu_tuner
 from mechanic_plugins.checkpoint import DELTA, REF, Progress
 from mechanic_plugins.multi_tensor import is_capturing
 from mechanic_plugins.passes import Passes
-from mechanic_plugins.pieces import Closure, Decision, Entry, complete
+from mechanic_plugins.pieces import Closure, Decision, Entry, complete, conform
 from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for, refuse_unattached
 from mechanic_plugins.slots import Slot
 from mechanic_plugins.tuner import SUMS, Sums, advance, column, keep_where, kept_share, restated
@@ -134,6 +134,7 @@ class MechanicOptimizer(Wrapper):
                     continue
                 _refuse_sparse(p)
                 _refuse_foreign(p, known)
+                conform(self.base, p)
                 slot = Slot(local(p), local(p.grad), local(known.get(DELTA)), local(known.get(REF)))
                 entries.append(Entry(p, group, slot, row, weights.get(id(p), 1.0)))
         return entries

@@ -213,9 +213,10 @@ class Wrapper(Optimizer):
 
     def _create_eager_state(self) -> None:
         """Bases that fill their state when built get no dry run: a load would find no place for delta."""
-        for p in list(self.state):
-            if self.state[p] and DELTA not in self.state[p]:
-                self.state[p][DELTA] = zeros_like(p)
+        state: dict[Any, Any] = self.state
+        for p, entries in state.items():  # some bases keep what is no parameter's there: counters, settings
+            if isinstance(p, Tensor) and isinstance(entries, dict) and entries and DELTA not in entries:
+                entries[DELTA] = zeros_like(p)
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

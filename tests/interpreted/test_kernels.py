@@ -436,3 +436,30 @@ def test_state_of_another_shape_is_refused() -> None:
             optimizer.step()
     with pytest.raises(ValueError, match="belongs to another parameter"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["in place", "checkpoint"])
+@pytest.mark.parametrize("base", ["adamw", "lion"])
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_weights_may_change_their_memory_format(backend: Any, base: str, how: str) -> None:
+    """The kernels walked delta and moments in their old order beside weights in the new one."""
+    ends = []
+    for way in ("foreach", backend):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(4, 3, 2, 2))
+        target = torch.randn(4, 3, 2, 2)
+        optimizer = mechanize(BASES[base]([p]), s_init=1e-3, backend=way)
+        for memory_format in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+            moved = p.detach().clone(memory_format=memory_format)
+            if how == "in place":
+                p.data = moved
+            else:
+                saved = copy.deepcopy(optimizer.state_dict())
+                p = nn.Parameter(moved)
+                optimizer = mechanize(BASES[base]([p]), s_init=1e-3, backend=way)
+                optimizer.load_state_dict(saved)
+            for step in range(4):
+                p.grad = (p.detach() - target - 0.5 * math.cos(step)).clone(memory_format=memory_format)
+                optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,211 @@
+"""What Mechanic must know about the optimizers it wraps and about how their tensors lie in memory."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from problems import differences
+from torch import Tensor, nn
+
+from mechanic_plugins import bases, demechanize, mechanize
+from mechanic_plugins.checkpoint import DELTA
+from mechanic_plugins.lion import Lion
+
+Build = Callable[[Any], torch.optim.Optimizer]
+
+# ------------------------------------------------------------------------------------------------ torch's fused kernels
+
+
+def combinations(**choices: list[Any]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*choices.values()):
+        yield dict(zip(choices, values, strict=True))
+
+
+ADAMS = list(combinations(weight_decay=[0, 0.1], amsgrad=[False, True], maximize=[False, True]))
+SGDS = [
+    options
+    for options in combinations(
+        momentum=[0, 0.9], dampening=[0, 0.5], nesterov=[False, True], weight_decay=[0, 0.1], maximize=[False, True]
+    )
+    if not options["nesterov"] or (options["momentum"] and not options["dampening"])
+]
+FUSED = [
+    (cls, options)
+    for cls, choices in [(torch.optim.Adam, ADAMS), (torch.optim.AdamW, ADAMS), (torch.optim.SGD, SGDS)]
+    for options in choices
+]
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ROUNDINGS = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def walk(optimizer: torch.optim.Optimizer, p: Tensor) -> list[Tensor]:
+    """The weights and moments after five steps, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+    moments = [t for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
+    return [t.detach().double() for t in (p, *moments)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("cls", "options"), FUSED, ids=str)
+def test_every_fused_cpu_kernel_that_is_taken_is_right(cls: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """torch's fused SGD leaves whole SIMD blocks of 16-bit weights where they are: it was taken all the same."""
+    for n in (1, 7, 16, 33):
+        start = torch.randn(n, generator=torch.Generator().manual_seed(1)).to(dtype)
+        ends = []
+        for fused in (True, False):
+            p = nn.Parameter(start.clone())
+            p.grad = torch.zeros_like(p)
+            if fused and not bases.can_fuse_on_cpu(cls([p], **options), [p]):
+                assert needs_the_plain_way(dtype)
+                return
+            ends.append(walk(cls([p], lr=0.1, **options, **({"fused": True} if fused else {"foreach": False})), p))
+        for a, b in zip(*ends, strict=True):
+            torch.testing.assert_close(a, b, rtol=ROUNDINGS[dtype], atol=ROUNDINGS[dtype] * b.abs().max().item())
+
+
+def needs_the_plain_way(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}], ids=str)
+def test_sgd_moves_16_bit_weights_on_a_cpu(options: dict[str, Any], dtype: torch.dtype) -> None:
+    p = nn.Parameter(torch.linspace(1, 2, 64).to(dtype))
+    opt = mechanize(torch.optim.SGD([p], lr=0.1, **options))
+    for _ in range(100):
+        p.grad = p.detach().clone()
+        opt.step()
+    assert (p.detach().abs() < torch.linspace(1, 2, 64)).all()
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5, "foreach": True}], ids=str)
+def test_a_first_gradient_may_come_late(options: dict[str, Any]) -> None:
+    """torch's fused SGD takes the momentum buffers of all parameters or of none, and raised a TypeError."""
+    ends = []
+    for backend in ("auto", "foreach"):
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+        opt = mechanize(torch.optim.SGD(params, lr=0.1, **options), s_init=1e-2, backend=backend)
+        for step in range(10):
+            for p in params[: 1 if step < 5 else 2]:
+                p.grad = p.detach().clone()
+            opt.step()
+        ends.append([p.detach() for p in params])
+        assert (params[1] < 1).all()
+    assert not differences(*ends)
+
+
+# ------------------------------------------------------------------------------------------------ memory and dtypes
+
+
+def convolution(memory_format: torch.memory_format) -> nn.Conv2d:
+    torch.manual_seed(0)
+    return nn.Conv2d(3, 4, 3).to(memory_format=memory_format)  # type: ignore[call-overload]
+
+
+def fit(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> None:
+    generator = torch.Generator().manual_seed(steps)
+    x, y = torch.randn(8, 3, 6, 6, generator=generator), torch.randn(8, 4, 4, 4, generator=generator)
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        opt.zero_grad()
+        (model(x.to(dtype)) - y).square().mean().backward()
+        opt.step()
+
+
+FORMATS = torch.contiguous_format, torch.channels_last
+CONVOLVED: dict[str, Build] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
+    "Lion": Lion,
+}
+
+
+@pytest.mark.parametrize("how", ["in place", "checkpoint"])
+@pytest.mark.parametrize(("first", "then"), [FORMATS, FORMATS[::-1]], ids=["to channels last", "to contiguous"])
+@pytest.mark.parametrize("base", CONVOLVED)
+def test_weights_may_change_their_memory_format(base: str, first: Any, then: Any, how: str) -> None:
+    """Moments and delta kept the old order, and were walked as flat memory beside weights in the new one."""
+    ends = []
+    for later in (first, then):
+        model = convolution(first)
+        opt = mechanize(CONVOLVED[base](model.parameters()))
+        fit(model, opt, 15)
+        if how == "in place":
+            model.to(memory_format=later)  # type: ignore[call-overload]
+        else:
+            saved, weights = copy.deepcopy((opt.state_dict(), model.state_dict()))
+            model = convolution(later)
+            model.load_state_dict(weights)
+            opt = mechanize(CONVOLVED[base](model.parameters()))
+            opt.load_state_dict(saved)
+        fit(model, opt, 16)
+        assert model.weight.is_contiguous(memory_format=later)
+        assert opt.state[model.weight][DELTA].stride() == model.weight.stride()
+        ends.append(model.weight.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("to", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_weights_may_change_their_dtype_where_the_base_lets_them(momentum: float, to: torch.dtype) -> None:
+    """delta stayed in float32 beside float64 weights, and the next step raised where plain SGD goes on."""
+    model = convolution(torch.contiguous_format)
+    opt = mechanize(torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum))
+    fit(model, opt, 10)
+    model.to(to)
+    if to == torch.bfloat16 and momentum:
+        for p in model.parameters():
+            opt.state[p]["momentum_buffer"] = opt.state[p]["momentum_buffer"].to(to)
+    before = model.weight.detach().clone()
+    fit(model, opt, 1)
+    moved = (model.weight - before).abs().max()
+    assert 0 < moved < 0.05, "a jump: delta and weights do not belong together"
+    assert opt.state[model.weight][DELTA].dtype == (torch.float64 if to == torch.float64 else torch.float32)
+    fit(model, opt, 10)
+    assert model.weight.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------ other bases
+
+
+def test_lion_passes_over_a_group_without_gradients() -> None:
+    """torch's grouping refuses empty lists; ZeRO-3 steps one group at a time and empties the others."""
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    opt = mechanize(Lion([{"params": [a]}, {"params": [b]}], lr=1.0))
+    for _ in range(5):
+        a.grad = torch.ones(3)
+        opt.step()
+    assert (a < 1).all()
+    assert (b == 1).all()
+
+
+class Counts(torch.optim.SGD):
+    """Keeps in `state` what belongs to no parameter, as MADGRAD and SPAM do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.state["total_step"] = 1  # type: ignore[index]
+        self.state["k"] = torch.tensor([3])  # type: ignore[index]
+
+
+def test_a_base_may_keep_state_that_belongs_to_no_parameter() -> None:
+    """Every key of `state` was taken for a parameter."""
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    opts = [mechanize(Counts([p])) for p in params[:1] * 2]
+    for _ in range(3):
+        params[0].grad = torch.ones(3)
+        opts[0].step()
+    saved = copy.deepcopy(opts[0].state_dict())
+    opts[1].load_state_dict(saved)
+    assert not differences(saved, opts[1].state_dict())
+    opts[1].add_param_group({"params": [params[1]]})
+    assert demechanize(opts[1]).state["total_step"] == 1  # type: ignore[index]
