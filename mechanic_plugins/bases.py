@@ -14,9 +14,10 @@ __all__ = [
     "check_supported",
     "has_state_before_step",
     "ignores_a_schedule",
+    "is_exact_in_16_bits",
     "is_linear_in_lr",
+    "is_torchs_own",
     "skips_on_found_inf",
-    "steps_parameters_independently",
 ]
 
 _LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Muon")
@@ -36,7 +37,7 @@ _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
 
 
 def is_linear_in_lr(base: Optimizer) -> bool:
-    """Whether the base may be stepped at lr / c and its update multiplied by c. Subclasses may do anything: exact."""
+    """Whether the base may be stepped at lr / c and its update multiplied by c."""
     kind = type(base)
     name = f"{kind.__module__}.{kind.__qualname__}"
     declared = bool(getattr(kind, "linear_in_lr", False))
@@ -48,13 +49,21 @@ def ignores_a_schedule(base: Optimizer) -> bool:
     return isinstance(base, torch.optim.Rprop)
 
 
-def steps_parameters_independently(base: Optimizer) -> bool:
-    """Whether the base may be stepped in parts."""
+def is_torchs_own(base: Optimizer) -> bool:
+    """Whether the base is one of torch's, which step each parameter by itself: it may be stepped in parts."""
     return _is_torchs(type(base), (*_LINEAR_IN_LR, "Rprop", "Adafactor", "ASGD"))
 
 
-def can_fuse_on_cpu(base: Optimizer, params: Iterable[Tensor]) -> bool:
-    """Whether torch's fused CPU kernel steps these parameters rightly, and the user has not asked for another way.
+def is_exact_in_16_bits(base: Optimizer) -> bool:
+    """Whether the base's update may be read off 16-bit weights: others' is linear in lr, and of order 1 at an lr of 1.
+
+    torch's own need not: they step float32 twins of a few parameters at a time.
+    """
+    return is_linear_in_lr(base) and not is_torchs_own(base)
+
+
+def can_fuse_on_cpu(base: Optimizer) -> bool:
+    """Whether torch's fused CPU kernel steps the parameters rightly, and the user has not asked for another way.
 
     torch takes it only when told to, though it is the fastest. It walks flat memory, so everything must lie there in
     one order; and with 16-bit weights SGD's leaves most of them out (https://github.com/pytorch/pytorch/issues/191763).
@@ -63,7 +72,7 @@ def can_fuse_on_cpu(base: Optimizer, params: Iterable[Tensor]) -> bool:
         return False
     if any(g["foreach"] is not None or g["fused"] is not None or g.get("capturable") for g in base.param_groups):
         return False
-    stepped = [p for p in params if p.grad is not None]
+    stepped = [p for group in base.param_groups for p in group["params"] if p.grad is not None]
     return all(_is_one_row(p, base.state.get(p, {})) for p in stepped) and not _has_some_buffers(base)
 
 
@@ -89,7 +98,7 @@ def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:
     """Whether the base leaves weights and moments alone, on the device, when its `found_inf` is 1."""
     if not _is_torchs(type(base), _SKIPS_ON_FOUND_INF) or not all(g.get("fused") for g in base.param_groups):
         return False
-    if type(base) is torch.optim.SGD and any(g["momentum"] for g in base.param_groups):
+    if isinstance(base, torch.optim.SGD) and any(g["momentum"] for g in base.param_groups):
         # a skipped first step would leave SGD's momentum buffer allocated and never written
         return all("momentum_buffer" in base.state.get(p, ()) for p in params if p.grad is not None)
     return True
@@ -133,4 +142,9 @@ def check_supported(base: Any) -> None:
 
 
 def _is_torchs(kind: type[Optimizer], names: tuple[str, ...]) -> bool:
-    return kind.__name__ in names and kind is getattr(torch.optim, kind.__name__, None)
+    """Whether the class is one of these of torch, or a subclass that overrides nothing but its constructor."""
+    known = next(parent for parent in kind.__mro__ if parent.__module__.startswith("torch.optim."))
+    if known.__name__ not in names or known is not getattr(torch.optim, known.__name__, None):
+        return False
+    below = kind.__mro__[: kind.__mro__.index(known)]
+    return not any(hasattr(known, name) for each in below for name in vars(each) if not name.startswith("__"))

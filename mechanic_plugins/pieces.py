@@ -106,6 +106,15 @@ class Piece:
         maximize = bool(self.group.get("maximize"))
         self.rows.add_sums(self.xs(), self.grads(), out, row=self.row, weight=self.weight, maximize=maximize)
 
+    @property
+    def sizes(self) -> list[int]:
+        """For each parameter the bytes that a snapshot of it holds."""
+        return self.rows.sizes
+
+    def pairs(self, part: Part, snapshot: Any) -> Sequence[tuple[Tensor, Tensor]]:
+        """The parameters of a part for which the base is to step other tensors, each with its other."""
+        return ()
+
     def snapshot(self, part: Part) -> Any:
         """The weights of a part, for `move` or `restore`."""
         return self.rows.snapshot(part, self.xs()[part.first : part.last])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from problems import differences
+from optimizers import Lion as TextbookLion
+from problems import differences, everything
 from torch import Tensor, nn
 
 from mechanic_plugins import bases, demechanize, mechanize
-from mechanic_plugins.checkpoint import DELTA
+from mechanic_plugins.checkpoint import DELTA, PREFIX
 from mechanic_plugins.lion import Lion
 
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -63,7 +65,7 @@ def test_every_fused_cpu_kernel_that_is_taken_is_right(cls: Any, options: dict[s
         for fused in (True, False):
             p = nn.Parameter(start.clone())
             p.grad = torch.zeros_like(p)
-            if fused and not bases.can_fuse_on_cpu(cls([p], **options), [p]):
+            if fused and not bases.can_fuse_on_cpu(cls([p], **options)):
                 assert needs_the_plain_way(dtype)
                 return
             ends.append(walk(cls([p], lr=0.1, **options, **({"fused": True} if fused else {"foreach": False})), p))
@@ -172,6 +174,154 @@ def test_weights_may_change_their_dtype_where_the_base_lets_them(momentum: float
     assert opt.state[model.weight][DELTA].dtype == (torch.float64 if to == torch.float64 else torch.float32)
     fit(model, opt, 10)
     assert model.weight.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------ 16-bit weights
+
+
+class Renamed(torch.optim.AdamW):
+    """Nothing of its own: as good as torch's."""
+
+
+class Overriding(torch.optim.AdamW):
+    """May do anything."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps state in dtypes and structures of its own choice, in the style of no optimizer of torch."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(t=0, wide=torch.zeros_like(p, dtype=torch.float32), pair=[torch.zeros_like(p), None])
+            state["t"] += 1
+            state["wide"].mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+            state["pair"] = [state["pair"][0].lerp(p.grad, 0.1), None]
+            size = (state["wide"] * (1 - 0.9 ** state["t"])).sqrt() + 1e-8
+            p.addcdiv_(state["pair"][0], size, value=-self.param_groups[0]["lr"])
+
+
+BASES_IN_16_BITS: dict[str, Any] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": torch.optim.SGD,
+    "Adafactor": torch.optim.Adafactor,
+    "a renamed AdamW": Renamed,
+    "AdamW with a step of its own": Overriding,
+    "Lion": TextbookLion,
+    "no one's": Factored,
+}
+
+
+def descend(opt: Any, p: Tensor, steps: int) -> None:
+    target = torch.linspace(-1, 1, p.numel()).view(p.shape)
+    for step in range(steps):
+        p.grad = (p.detach().float() - target - 0.1 * math.cos(step)).to(p.dtype)
+        opt.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("base", BASES_IN_16_BITS)
+def test_16_bit_weights_train_as_float32_ones_do_whatever_the_lr(base: str, dtype: torch.dtype) -> None:
+    """The update was read off rounded weights: at a small lr of the base next to nothing was left of it."""
+    scales, ends = {}, {}
+    for wide in (True, False):
+        p = nn.Parameter(torch.ones(8, 8, dtype=torch.float32 if wide else dtype))
+        opt = mechanize(BASES_IN_16_BITS[base]([p], lr=5e-5))
+        descend(opt, p, 60)
+        scales[wide], ends[wide] = opt.scale.item(), p.detach().float()
+    assert (ends[True] - 1).abs().max() > 0.1, "nothing was learned that could be compared"
+    torch.testing.assert_close(ends[False], ends[True], rtol=0, atol=0.05)
+    assert scales[False] == pytest.approx(scales[True], rel=0.2)
+
+
+@pytest.mark.parametrize("base", BASES_IN_16_BITS)
+def test_state_of_16_bit_weights_has_the_dtypes_of_the_plain_base(base: str) -> None:
+    kinds = []
+    for wrap in (lambda base: base, mechanize):
+        p = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+        opt: Any = wrap(BASES_IN_16_BITS[base]([p], lr=1e-2))
+        descend(opt, p, 4)
+        state = {name: value for name, value in opt.state[p].items() if not name.startswith(PREFIX)}
+        kinds.append({name: torch.as_tensor((*value, 0)[0] if isinstance(value, list) else value).dtype
+                      for name, value in state.items()})  # fmt: skip
+        assert list(opt.state) == [p], "the twins are gone"
+        assert opt.param_groups[0]["params"][0] is p
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("base", BASES_IN_16_BITS)
+def test_16_bit_weights_resume_bit_for_bit(base: str) -> None:
+    p = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    opt = mechanize(BASES_IN_16_BITS[base]([p], lr=1e-2))
+    descend(opt, p, 20)
+    q = nn.Parameter(p.detach().clone())
+    resumed = mechanize(BASES_IN_16_BITS[base]([q], lr=1e-2))
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    if base == "no one's":  # torch narrows float32 state of 16-bit parameters when it loads
+        resumed.state[q]["wide"] = opt.state[p]["wide"].clone()
+    for each, weights in ((opt, p), (resumed, q)):
+        descend(each, weights, 5)
+    assert not differences(everything(opt), everything(resumed))
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Takes the gradient where it has gone up to, as SAM does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        (p,) = self.param_groups[0]["params"]
+        p.add_(p.grad, alpha=0.5)
+        up = p.grad.clone()
+        with torch.enable_grad():
+            closure()
+        p.sub_(up, alpha=0.5).sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+def test_a_base_may_evaluate_16_bit_weights_where_it_has_moved_to() -> None:
+    """The model knows the weights, not the float32 twins that the base moves."""
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        p = nn.Parameter(torch.ones(16, dtype=dtype))
+        opt = mechanize(Sharpness([p], lr=1e-4), s_init=1e-2, preset="paper", normalize_lr=False)
+
+        def closure(p: Tensor = p, opt: Any = opt) -> Tensor:
+            opt.zero_grad()
+            loss = (p.float() ** 4).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(20 if dtype == torch.float32 else 21):  # the first update to 16-bit weights is discarded
+            opt.step(closure)
+        ends.append(p.detach().float())
+    assert (ends[0] < 0.9).all()
+    torch.testing.assert_close(ends[1], ends[0], rtol=0.05, atol=0)
+
+
+def test_an_error_leaves_16_bit_weights_and_moments_alone() -> None:
+    p = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    base = Overriding([p], lr=1e-2)
+    opt = mechanize(base)
+    descend(opt, p, 5)
+    before = copy.deepcopy([p.detach(), *(opt.state[p][name] for name in ("exp_avg", "exp_avg_sq", DELTA))])
+    base.register_step_post_hook(lambda *_: [][0])
+    with pytest.raises(IndexError):
+        opt.step()
+    after = [p.detach(), *(opt.state[p][name] for name in ("exp_avg", "exp_avg_sq", DELTA))]
+    assert not differences(before, after)
+    assert list(opt.state) == [p], "the twins are gone"
 
 
 # ------------------------------------------------------------------------------------------------ other bases

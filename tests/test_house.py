@@ -32,6 +32,7 @@ FLOORS = [
     {"bases", "checkpoint"},
     {"leaving"},
     {"pieces"},
+    {"twins"},
     {"any_base", "fused"},
     {"passes"},
     {"wrapper"},
