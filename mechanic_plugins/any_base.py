@@ -5,6 +5,7 @@ In chunks of parameters where the base treats them one by one, so that the snaps
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -50,6 +51,18 @@ class Chunk(NamedTuple):
     def restore(self, snapshots: Sequence[Any]) -> None:
         for (piece, part), snapshot in zip(self.parts, snapshots, strict=True):
             piece.restore(part, snapshot)
+
+    def warn_of_own_iterates(self, snapshots: Sequence[Any]) -> None:
+        """In a parameter's first step, which Mechanic's delta does not know yet; a base's name does not tell all."""
+        for (piece, part), snapshot in zip(self.parts, snapshots, strict=True):
+            if name := piece.own_iterate(part, snapshot):
+                warnings.warn(
+                    f"{type(piece.base).__name__} keeps a copy of the weights in its state ({name!r}). If its steps "
+                    "start from there (Lookahead, averaged iterates), Mechanic moves the weights from under it, and "
+                    "training goes wrong: mechanize the plain optimizer that it is built on, such as AdamW.",
+                    stacklevel=2,
+                )
+                return
 
     def move(self, snapshots: Sequence[Any], scales: Tensor) -> None:
         for (piece, part), snapshot in zip(self.parts, snapshots, strict=True):
@@ -100,6 +113,8 @@ class AnyBasePlan(Plan):
         try:
             with in_the_place_of(self.base, pairs), _fused(self.base, self._fuses_on_cpu()):
                 result = self.base.step() if closure is None else self.base.step(closure)
+            if not bases.is_torchs_own(self.base):
+                chunk.warn_of_own_iterates(snapshots)
             chunk.move(snapshots, scales)
         except BaseException:  # out of memory, Ctrl-C: nobody is left with weights between the base's and ours
             chunk.restore(snapshots)

@@ -17,6 +17,7 @@ __all__ = [
     "is_exact_in_16_bits",
     "is_linear_in_lr",
     "is_torchs_own",
+    "own_iterate",
     "skips_on_found_inf",
 ]
 
@@ -31,6 +32,11 @@ _OTHERS_LINEAR_IN_LR = (
     "bitsandbytes.optim.adamw.AdamW8bit",
 )
 """By name: nobody who does not use them has to import them."""
+
+_OWN_ITERATES = ("schedulefree", "prodigy", "dadapt", "lookahead", "ranger", "madgrad")
+_OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm")
+"""Parts of class names, and whole ones, in lower case: optimizers that do not add an update to the weights they find.
+They put them where iterates, averages or starting points of their own say, or learn a scale from those."""
 
 _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
@@ -134,11 +140,39 @@ def check_supported(base: Any) -> None:
             "ZeroRedundancyOptimizer cannot be mechanized: each rank steps other parameters and would learn a scale "
             "of its own. Shard with fully_shard (FSDP2) instead."
         )
+    _refuse_own_iterates(type(base))
     if any(group.get("differentiable") for group in base.param_groups):
         raise ValueError(
             "differentiable=True cannot be mechanized: the scale is learned outside autograd. "
             "Build the base with differentiable=False."
         )
+
+
+def _refuse_own_iterates(kind: type[Optimizer]) -> None:
+    for name in (parent.__name__ for parent in kind.__mro__):
+        plain = name.lower().replace("_", "")
+        if plain in _OWN_ITERATES_EXACTLY or any(part in plain for part in _OWN_ITERATES):
+            raise ValueError(
+                f"{name} cannot be mechanized: its weights follow iterates or a scale of its own, and Mechanic, which "
+                "takes a step for an update added to the weights, would move them from under it. Mechanize the plain "
+                "optimizer that it is built on, such as AdamW or SGD, or use it alone."
+            )
+
+
+def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> str | None:
+    """What of a parameter's state, after its first step, is a copy of the weights from before or behind that step.
+
+    Such a base may go on from its own copy, as those that are refused by name. A copy cannot be told from what starts
+    with a constant where all weights are the same, nor from a momentum where they are their own gradient.
+    """
+    if not isinstance(state, dict) or grad is None or old.numel() < 2 or bool((old == old.reshape(-1)[0]).all()):
+        return None
+    if torch.equal(grad, old):
+        return None
+    for name, kept in state.items():
+        if isinstance(kept, Tensor) and kept.shape == old.shape and any(torch.equal(kept, x) for x in (old, new)):
+            return str(name)
+    return None
 
 
 def _is_torchs(kind: type[Optimizer], names: tuple[str, ...]) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic_plugins import bases
 from mechanic_plugins.checkpoint import DELTA, REF
 from mechanic_plugins.kernels import Tensors
 from mechanic_plugins.multi_tensor import Rows
@@ -118,6 +119,16 @@ class Piece:
     def snapshot(self, part: Part) -> Any:
         """The weights of a part, for `move` or `restore`."""
         return self.rows.snapshot(part, self.xs()[part.first : part.last])
+
+    def own_iterate(self, part: Part, snapshot: Any) -> str | None:
+        """See `bases.own_iterate`: looks only at parameters that have no delta yet."""
+        if self._is_complete:
+            return None
+        here = slice(part.first, part.last)
+        states = [self.base.state.get(p) for p in self.params[here]]
+        known = [{k: local(v) for k, v in s.items()} if isinstance(s, dict) else None for s in states]
+        each = map(bases.own_iterate, known, self.grads()[here], snapshot, self.xs()[here])
+        return next(filter(None, each), None)
 
     def restore(self, part: Part, snapshot: Any) -> None:
         """The weights as they were before the base touched them."""

@@ -338,6 +338,66 @@ def test_lion_passes_over_a_group_without_gradients() -> None:
     assert (b == 1).all()
 
 
+class AdamWScheduleFree(torch.optim.SGD): ...
+
+
+class ScheduleFreeAdamW(torch.optim.SGD): ...
+
+
+class Mine(AdamWScheduleFree): ...
+
+
+class Prodigy(torch.optim.SGD): ...
+
+
+class DAdaptLion(torch.optim.SGD): ...
+
+
+class Ranger21(torch.optim.SGD): ...
+
+
+class FTRL(torch.optim.SGD): ...
+
+
+@pytest.mark.parametrize("cls", [AdamWScheduleFree, ScheduleFreeAdamW, Mine, Prodigy, DAdaptLion, Ranger21, FTRL])
+def test_bases_with_iterates_of_their_own_are_refused_by_name(cls: Any) -> None:
+    """schedulefree, pytorch_optimizer, prodigyopt and dadaptation call theirs so; they ran, and went wrong."""
+    with pytest.raises(ValueError, match=r"cannot be mechanized: its weights follow .* such as AdamW or SGD"):
+        mechanize(cls([nn.Parameter(torch.ones(2))], lr=0.1))
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps the weights it started from, under a name that says nothing."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("first", p.clone())
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_copy_of_the_weights_in_the_state_of_a_base_is_warned_of_once(dtype: torch.dtype) -> None:
+    p = nn.Parameter(torch.linspace(1, 2, 8).to(dtype))
+    opt = mechanize(Remembers([p], lr=0.1))
+    p.grad = torch.ones_like(p)
+    with pytest.warns(UserWarning, match=r"Remembers keeps a copy of the weights in its state \('first'\)"):
+        opt.step()
+    for _ in range(3):
+        opt.step()  # warnings are errors here
+
+
+@pytest.mark.parametrize("cls", [TextbookLion, Overriding, Factored])
+@pytest.mark.parametrize("start", [torch.zeros(4), torch.ones(4), torch.linspace(0, 1, 4)], ids=str)
+def test_other_state_is_not_taken_for_a_copy_of_the_weights(cls: Any, start: Tensor) -> None:
+    p = nn.Parameter(start.clone())
+    opt = mechanize(cls([p], lr=0.1))
+    for grad in (start, torch.zeros(4), torch.zeros(4)):
+        p.grad = grad.clone()
+        opt.step()
+    assert (p.detach() <= start).all()
+
+
 class Counts(torch.optim.SGD):
     """Keeps in `state` what belongs to no parameter, as MADGRAD and SPAM do."""
 
