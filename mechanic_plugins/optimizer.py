@@ -20,8 +20,17 @@ from mechanic_plugins.checkpoint import DELTA, REF, Progress
 from mechanic_plugins.multi_tensor import is_capturing
 from mechanic_plugins.passes import Passes
 from mechanic_plugins.pieces import Closure, Decision, Entry, complete, conform
-from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for, refuse_unattached
+from mechanic_plugins.sharding import (
+    Counting,
+    align_gradients,
+    is_dtensor,
+    is_fake,
+    local,
+    reduction_for,
+    refuse_unattached,
+)
 from mechanic_plugins.slots import Slot
+from mechanic_plugins.storage import refuse_overlaps
 from mechanic_plugins.tuner import SUMS, Sums, advance, column, keep_where, kept_share, restated
 from mechanic_plugins.wrapper import Group, Wrapper
 
@@ -46,7 +55,11 @@ class MechanicOptimizer(Wrapper):
         """Algorithm 1. A step with a gradient that is not finite, or with none at all, changes nothing."""
         closure, loss = _evaluated(closure)
         self._leave_dry_run()
-        progress, params = self._progress, self._params()
+        params = self._params()
+        if is_fake(params):  # nothing can be learned from tensors without data; what a step allocates can be counted
+            self._make_dry_run(params)
+            return loss
+        progress = self._progress
         plan = self._passes.plan(tuple(map(id, params)), lambda: self._entries(progress, params))
         self._fused = plan.is_fused
         decision, started = self._decision, []
@@ -147,6 +160,7 @@ class MechanicOptimizer(Wrapper):
         key = tuple(map(id, params))
         if self._counted is None or self._counted[0] != key:
             _refuse_mixed_groups(self.param_groups)
+            refuse_overlaps(params)
             self._counted = key, self._count(params)
         return self._counted[1]
 

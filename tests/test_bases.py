@@ -13,6 +13,7 @@ import torch
 from optimizers import Lion as TextbookLion
 from problems import differences, everything
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from mechanic_plugins import bases, demechanize, mechanize
 from mechanic_plugins.checkpoint import DELTA, PREFIX
@@ -419,3 +420,82 @@ def test_a_base_may_keep_state_that_belongs_to_no_parameter() -> None:
     assert not differences(saved, opts[1].state_dict())
     opts[1].add_param_group({"params": [params[1]]})
     assert demechanize(opts[1]).state["total_step"] == 1  # type: ignore[index]
+
+
+# ------------------------------------------------------------------------------------------------ odd beginnings
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["both kept", "the first one gone"])
+def test_a_base_that_is_mechanized_again_goes_on_with_its_tuner(keep: bool) -> None:
+    """Its param groups hold the tuner as it was last saved, or new: that was read, and the scale learned anew."""
+    p = nn.Parameter(torch.ones(8))
+    base = torch.optim.AdamW([p])
+    first: Any = mechanize(base)
+    descend(first, p, 30)
+    scale, saved = first.scale.item(), copy.deepcopy(first.state_dict())
+    descend(first, p, 10)
+    tuner, later = first.tuner, first.scale.item()
+    if not keep:
+        del first
+    second = mechanize(base)
+    assert second.scale.item() == later > scale > 0
+    assert all(map(torch.equal, second.tuner, tuner))
+    second.load_state_dict(saved)
+    assert mechanize(base).scale.item() == scale
+    assert mechanize(demechanize(second)).scale.item() == 0
+
+
+def test_another_number_of_betas_for_a_mechanized_base_is_refused() -> None:
+    p = nn.Parameter(torch.ones(8))
+    base = torch.optim.AdamW([p])
+    descend(mechanize(base), p, 3)
+    with pytest.raises(ValueError, match="pass the same betas"):
+        mechanize(base, betas=(0.9, 0.99))
+
+
+SHARED: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "the same": lambda x: [x, x],
+    "overlapping": lambda x: [x[:6], x[4:]],
+    "a column of it": lambda x: [x.view(2, 5), x.view(2, 5)[:, 1]],
+}
+
+
+@pytest.mark.parametrize("views", SHARED.values(), ids=SHARED)
+def test_parameters_over_the_same_memory_are_refused(views: Callable[[Tensor], list[Tensor]]) -> None:
+    """Each took the other's update for its own as well, and the weights came out wrong."""
+    memory = torch.arange(10.0)
+    params = [nn.Parameter(view) for view in views(memory)]
+    opt = mechanize(torch.optim.SGD(params, lr=0.1))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"shares memory with another one .* use one Parameter in both places"):
+        opt.step()
+    assert torch.equal(memory, torch.arange(10.0))
+
+
+def test_parameters_that_share_a_storage_but_no_element_train_as_apart() -> None:
+    ends = []
+    for clone in (False, True):
+        memory = torch.arange(12.0).view(3, 4)
+        views = [memory[:, ::2], memory[:, 1::2]]
+        params = [nn.Parameter(view.clone() if clone else view) for view in views]
+        opt = mechanize(torch.optim.SGD(params, lr=0.1))
+        for _ in range(10):
+            for p in params:
+                p.grad = p.detach().clone()
+            opt.step()
+        ends.append([p.detach() for p in params])
+    torch.testing.assert_close(ends[0], ends[1])
+    assert (ends[0][1] < torch.arange(12.0).view(3, 4)[:, 1::2]).all()
+
+
+def test_memory_can_be_estimated_with_fake_tensors() -> None:
+    """A tuner without data cannot be written into the param groups: mechanize() raised."""
+    with FakeTensorMode():
+        model = nn.Linear(4, 3)
+        opt = mechanize(torch.optim.AdamW(model.parameters()))
+        for _ in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+            opt.step()
+            kept = [set(opt.state[p]) for p in model.parameters()]
+            assert kept == [{"step", "exp_avg", "exp_avg_sq", DELTA}] * 2
