@@ -463,3 +463,29 @@ def test_weights_may_change_their_memory_format(backend: Any, base: str, how: st
                 optimizer.step()
         ends.append(p.detach())
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+
+
+class Own(torch.optim.AdamW):
+    """A base that nobody knows."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Own, torch.optim.NAdam])
+def test_twins_of_16_bit_weights_by_kernels_equal_torchs(kind: Any) -> None:
+    """The base steps float32 copies that lie in one row; the kernel reads where it has taken them."""
+    ends = []
+    for backend in ("foreach", "triton"):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in [(5, 7), (9,), ()]]
+        optimizer = mechanize(kind(params, lr=1e-4), s_init=1.0, backend=backend)
+        for step in range(8):
+            for p in params[: 2 + step % 2]:
+                p.grad = torch.randn(p.shape).bfloat16() + 1  # not the weights': their roundings would come back
+            optimizer.step()
+        ends.append([t for p in params for t in (p.detach(), *map(optimizer.state[p].get, ("exp_avg", DELTA)))])
+    assert optimizer.scale.item() > 0
+    for a, b in zip(*ends, strict=True):
+        lost = 8 * 2 * EPS[torch.float32] if a.dtype == torch.float32 else 0  # of an update, read off weights up to 2
+        torch.testing.assert_close(a, b, rtol=2 * EPS[a.dtype], atol=lost)
