@@ -5,6 +5,7 @@ In chunks of parameters where the base treats them one by one, so that the snaps
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from mechanic_plugins import bases
 from mechanic_plugins.pieces import Closure, Decision, Entry, Piece, Plan
 from mechanic_plugins.slots import Part
+from mechanic_plugins.twins import in_the_place_of, synchronized
 
 __all__ = ["AnyBasePlan"]
 
@@ -41,9 +43,26 @@ class Chunk(NamedTuple):
     def snapshot(self) -> list[Any]:
         return [piece.snapshot(part) for piece, part in self.parts]
 
+    def pairs(self, snapshots: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+        """See `Piece.pairs`."""
+        parts = zip(self.parts, snapshots, strict=True)
+        return [pair for (piece, part), snapshot in parts for pair in piece.pairs(part, snapshot)]
+
     def restore(self, snapshots: Sequence[Any]) -> None:
         for (piece, part), snapshot in zip(self.parts, snapshots, strict=True):
             piece.restore(part, snapshot)
+
+    def warn_of_own_iterates(self, snapshots: Sequence[Any]) -> None:
+        """In a parameter's first step, which Mechanic's delta does not know yet; a base's name does not tell all."""
+        for (piece, part), snapshot in zip(self.parts, snapshots, strict=True):
+            if name := piece.own_iterate(part, snapshot):
+                warnings.warn(
+                    f"{type(piece.base).__name__} keeps a copy of the weights in its state ({name!r}). If its steps "
+                    "start from there (Lookahead, averaged iterates), Mechanic moves the weights from under it, and "
+                    "training goes wrong: mechanize the plain optimizer that it is built on, such as AdamW.",
+                    stacklevel=2,
+                )
+                return
 
     def move(self, snapshots: Sequence[Any], scales: Tensor) -> None:
         for (piece, part), snapshot in zip(self.parts, snapshots, strict=True):
@@ -61,44 +80,49 @@ class AnyBasePlan(Plan):
         self._whole = [Chunk.of([(piece, Part(0, len(piece.params))) for piece in pieces])]
         self._chunks = list(_chunks(pieces))
 
-    def _chunks_for(self, closure: Closure | None) -> list[Chunk]:
+    def _chunks_for_step(self) -> list[Chunk]:
         """Parts where the base treats its parameters one by one; else all at once.
 
         An error in a later chunk leaves the earlier ones a step ahead; no weight is ever left half way.
         """
-        apart = bases.steps_parameters_independently(self.base) and not _has_step_hooks(self.base)
-        return self._chunks if apart and closure is None else self._whole
+        apart = bases.is_torchs_own(self.base) and not _has_step_hooks(self.base)
+        return self._chunks if apart else self._whole
 
     def start(self, closure: Closure | None) -> list[Any]:
-        return [self._chunks_for(closure)[0].snapshot()]
+        return [self._chunks_for_step()[0].snapshot()]
 
     def play(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
-        chunks, scales = self._chunks_for(closure), decision.scales()
+        chunks, scales = self._chunks_for_step(), decision.scales()
         for piece in self.pieces:
             piece.begin([part for chunk in chunks for other, part in chunk.parts if other is piece])
-        with _at_unit_lr(self.base, unit), _skipping(self.base, decision), _fused(self.base, self._fuses_on_cpu()):
+        with _at_unit_lr(self.base, unit), _skipping(self.base, decision):
             if len(chunks) == 1:
                 result = self._play_one(chunks[0], started, scales, closure)
-            else:
+            else:  # torch's own bases do nothing with a closure but to return its loss, which the caller has
                 for chunk in chunks:
                     with _only(chunk, self.base):
-                        result = self._play_one(chunk, started, scales, closure)
+                        result = self._play_one(chunk, started, scales, None)
         for piece in self.pieces:
             piece.moved()
         return result
 
-    def _fuses_on_cpu(self) -> bool:
-        return self._may_fuse_on_cpu and bases.can_fuse_on_cpu(self.base, (p for x in self.pieces for p in x.params))
-
     def _play_one(self, chunk: Chunk, started: list[Any], scales: Tensor, closure: Closure | None) -> Any:
         snapshots = started.pop() if started else chunk.snapshot()  # gone when this returns: never two of them
+        pairs = chunk.pairs(snapshots)
+        closure = synchronized(closure, pairs)
         try:
-            result = self.base.step() if closure is None else self.base.step(closure)
+            with in_the_place_of(self.base, pairs), _fused(self.base, self._fuses_on_cpu()):
+                result = self.base.step() if closure is None else self.base.step(closure)
+            if not bases.is_torchs_own(self.base):
+                chunk.warn_of_own_iterates(snapshots)
             chunk.move(snapshots, scales)
         except BaseException:  # out of memory, Ctrl-C: nobody is left with weights between the base's and ours
             chunk.restore(snapshots)
             raise
         return result
+
+    def _fuses_on_cpu(self) -> bool:
+        return self._may_fuse_on_cpu and bases.can_fuse_on_cpu(self.base)
 
 
 def _chunks(pieces: Sequence[Piece]) -> Iterator[Chunk]:
@@ -106,7 +130,7 @@ def _chunks(pieces: Sequence[Piece]) -> Iterator[Chunk]:
     held = 0
     for piece in pieces:
         first = 0
-        for index, size in enumerate(piece.rows.sizes):
+        for index, size in enumerate(piece.sizes):
             if held and held + size > SNAPSHOT_BYTES:
                 yield Chunk.of([*parts, (piece, Part(first, index))] if index > first else parts)
                 parts, held, first = [], 0, index

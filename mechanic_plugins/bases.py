@@ -14,9 +14,11 @@ __all__ = [
     "check_supported",
     "has_state_before_step",
     "ignores_a_schedule",
+    "is_exact_in_16_bits",
     "is_linear_in_lr",
+    "is_torchs_own",
+    "own_iterate",
     "skips_on_found_inf",
-    "steps_parameters_independently",
 ]
 
 _LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Muon")
@@ -31,12 +33,17 @@ _OTHERS_LINEAR_IN_LR = (
 )
 """By name: nobody who does not use them has to import them."""
 
+_OWN_ITERATES = ("schedulefree", "prodigy", "dadapt", "lookahead", "ranger", "madgrad")
+_OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm")
+"""Parts of class names, and whole ones, in lower case: optimizers that do not add an update to the weights they find.
+They put them where iterates, averages or starting points of their own say, or learn a scale from those."""
+
 _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
 
 
 def is_linear_in_lr(base: Optimizer) -> bool:
-    """Whether the base may be stepped at lr / c and its update multiplied by c. Subclasses may do anything: exact."""
+    """Whether the base may be stepped at lr / c and its update multiplied by c."""
     kind = type(base)
     name = f"{kind.__module__}.{kind.__qualname__}"
     declared = bool(getattr(kind, "linear_in_lr", False))
@@ -48,34 +55,56 @@ def ignores_a_schedule(base: Optimizer) -> bool:
     return isinstance(base, torch.optim.Rprop)
 
 
-def steps_parameters_independently(base: Optimizer) -> bool:
-    """Whether the base may be stepped in parts."""
+def is_torchs_own(base: Optimizer) -> bool:
+    """Whether the base is one of torch's, which step each parameter by itself: it may be stepped in parts."""
     return _is_torchs(type(base), (*_LINEAR_IN_LR, "Rprop", "Adafactor", "ASGD"))
 
 
-def can_fuse_on_cpu(base: Optimizer, params: Iterable[Tensor]) -> bool:
-    """Whether torch's fused CPU kernel can make this step, and the user has not asked for another way.
+def is_exact_in_16_bits(base: Optimizer) -> bool:
+    """Whether the base's update may be read off 16-bit weights: others' is linear in lr, and of order 1 at an lr of 1.
 
-    torch takes it only when told to, though it is the fastest; it walks memory, so all must lie there in one order.
+    torch's own need not: they step float32 twins of a few parameters at a time.
+    """
+    return is_linear_in_lr(base) and not is_torchs_own(base)
+
+
+def can_fuse_on_cpu(base: Optimizer) -> bool:
+    """Whether torch's fused CPU kernel steps the parameters rightly, and the user has not asked for another way.
+
+    torch takes it only when told to, though it is the fastest. It walks flat memory, so everything must lie there in
+    one order; and with 16-bit weights SGD's leaves most of them out (https://github.com/pytorch/pytorch/issues/191763).
     """
     if not _is_torchs(type(base), _FUSED_ON_CPU):
         return False
     if any(g["foreach"] is not None or g["fused"] is not None or g.get("capturable") for g in base.param_groups):
         return False
-    return all(
-        p.device.type == "cpu"
-        and p.is_floating_point()
-        and p.is_contiguous()
-        and (p.grad is None or p.grad.is_contiguous())
-        for p in params
-    )
+    stepped = [p for group in base.param_groups for p in group["params"] if p.grad is not None]
+    return all(_is_one_row(p, base.state.get(p, {})) for p in stepped) and not _has_some_buffers(base)
+
+
+def _is_one_row(p: Tensor, state: dict[str, Any]) -> bool:
+    """Whether weights, gradient and moments are contiguous and of one dtype that the fused CPU kernels get right."""
+    if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.float64):
+        return False
+    moments = (t for t in state.values() if isinstance(t, Tensor) and t.shape == p.shape)
+    return all(t is not None and t.dtype == p.dtype and t.is_contiguous() for t in (p, p.grad, *moments))
+
+
+def _has_some_buffers(base: Optimizer) -> bool:
+    """Torch's fused SGD needs the momentum buffers of all its parameters or of none: a late gradient brings a mix."""
+    for group in base.param_groups:
+        if group.get("momentum"):
+            states = [base.state.get(p, {}) for p in group["params"] if p.grad is not None]
+            if len({state.get("momentum_buffer") is None for state in states}) > 1:
+                return True
+    return False
 
 
 def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:
     """Whether the base leaves weights and moments alone, on the device, when its `found_inf` is 1."""
     if not _is_torchs(type(base), _SKIPS_ON_FOUND_INF) or not all(g.get("fused") for g in base.param_groups):
         return False
-    if type(base) is torch.optim.SGD and any(g["momentum"] for g in base.param_groups):
+    if isinstance(base, torch.optim.SGD) and any(g["momentum"] for g in base.param_groups):
         # a skipped first step would leave SGD's momentum buffer allocated and never written
         return all("momentum_buffer" in base.state.get(p, ()) for p in params if p.grad is not None)
     return True
@@ -108,6 +137,7 @@ def check_supported(base: Any) -> None:
             "ZeroRedundancyOptimizer cannot be mechanized: each rank steps other parameters and would learn a scale "
             "of its own. Shard with fully_shard (FSDP2) instead."
         )
+    _refuse_own_iterates(type(base))
     if any(group.get("differentiable") for group in base.param_groups):
         raise ValueError(
             "differentiable=True cannot be mechanized: the scale is learned outside autograd. "
@@ -115,5 +145,37 @@ def check_supported(base: Any) -> None:
         )
 
 
+def _refuse_own_iterates(kind: type[Optimizer]) -> None:
+    for name in (parent.__name__ for parent in kind.__mro__):
+        plain = name.lower().replace("_", "")
+        if plain in _OWN_ITERATES_EXACTLY or any(part in plain for part in _OWN_ITERATES):
+            raise ValueError(
+                f"{name} cannot be mechanized: its weights follow iterates or a scale of its own, and Mechanic, which "
+                "takes a step for an update added to the weights, would move them from under it. Mechanize the plain "
+                "optimizer that it is built on, such as AdamW or SGD, or use it alone."
+            )
+
+
+def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> str | None:
+    """What of a parameter's state, after its first step, is a copy of the weights from before or behind that step.
+
+    Such a base may go on from its own copy, as those that are refused by name. A copy cannot be told from what starts
+    with a constant where all weights are the same, nor from a momentum where they are their own gradient.
+    """
+    if not isinstance(state, dict) or grad is None or old.numel() < 2 or bool((old == old.reshape(-1)[0]).all()):
+        return None
+    if torch.equal(grad, old):
+        return None
+    for name, kept in state.items():
+        if isinstance(kept, Tensor) and kept.shape == old.shape and any(torch.equal(kept, x) for x in (old, new)):
+            return str(name)
+    return None
+
+
 def _is_torchs(kind: type[Optimizer], names: tuple[str, ...]) -> bool:
-    return kind.__name__ in names and kind is getattr(torch.optim, kind.__name__, None)
+    """Whether the class is one of these of torch, or a subclass that overrides nothing but its constructor."""
+    known = next(parent for parent in kind.__mro__ if parent.__module__.startswith("torch.optim."))
+    if known.__name__ not in names or known is not getattr(torch.optim, known.__name__, None):
+        return False
+    below = kind.__mro__[: kind.__mro__.index(known)]
+    return not any(hasattr(known, name) for each in below for name in vars(each) if not name.startswith("__"))

@@ -115,9 +115,9 @@ def _tuner(records: Sequence[Record], blank: TunerState) -> TunerState:
     return blank._replace(**values)
 
 
-def strip(groups: Sequence[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> None:
+def strip(groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]) -> None:
     """Takes everything of Mechanic's out again."""
-    for entries in (*groups, *state.values()):
+    for entries in (*groups, *(entry for entry in state.values() if isinstance(entry, dict))):
         for key in [k for k in entries if str(k).startswith(PREFIX)]:
             del entries[key]
 

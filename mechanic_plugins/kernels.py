@@ -35,13 +35,13 @@ class Tensors:
         self.refs = [slot.ref for slot in slots]
         self.sizes = [slot.x.numel() * slot.x.element_size() for slot in slots]
         self._device, self._dtype = slots[0].x.device, slots[0].x.dtype
-        self._shapes = [slot.x.shape for slot in slots]
+        self._layouts = [(slot.x.shape, slot.x.stride()) for slot in slots]
 
     def point(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether weights and gradients are still what they were."""
         dtype, device = self._dtype, self._device
-        for x, grad, shape in zip(xs, grads, self._shapes, strict=True):
-            if x.dtype != dtype or x.shape != shape or x.device != device:
+        for x, grad, layout in zip(xs, grads, self._layouts, strict=True):
+            if x.dtype != dtype or x.device != device or (x.shape, x.stride()) != layout:
                 return False
             if grad is not None and grad.layout != torch.strided:
                 return False
@@ -77,14 +77,28 @@ class Tensors:
         """The weights as they were before the base touched them."""
         torch._foreach_copy_(list(xs), list(snapshot))
 
+    def float_copies(self, part: Part, xs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """A part's weights in float32; see `Rows.float_copies`."""
+        return [x.detach().to(torch.float32) for x in xs], None
+
     def begin(self, parts: Sequence[Part]) -> None:
         """The parts whose moves will make up the whole."""
 
     def move(self, part: Part, xs: Sequence[Tensor], snapshot: Sequence[Tensor], scales: Tensor) -> None:
         """From the base's weights to Mechanic's."""
+        move(self._slots(part, xs), snapshot, before=scales[0], after=scales[1], kept=scales[3])
+
+    def move_to(
+        self, part: Part, xs: Sequence[Tensor], stepped: Sequence[Tensor], row: Tensor | None, scales: Tensor
+    ) -> None:
+        """The same where the base has stepped float32 copies and left the weights `xs` alone."""
+        before, after, _, kept = scales.float()
+        for slot, new in zip(self._slots(part, xs), stepped, strict=True):
+            _move_rounded(slot, slot.x, new, before=before, after=after, kept=kept)
+
+    def _slots(self, part: Part, xs: Sequence[Tensor]) -> list[Slot]:
         here = slice(part.first, part.last)
-        slots = [Slot(x, None, d, r) for x, d, r in zip(xs, self.deltas[here], self.refs[here], strict=True)]
-        move(slots, snapshot, before=scales[0], after=scales[1], kept=scales[3])
+        return [Slot(x, None, d, r) for x, d, r in zip(xs, self.deltas[here], self.refs[here], strict=True)]
 
     def moved(self, xs: Sequence[Tensor]) -> None:
         """All parts have moved."""
@@ -129,7 +143,7 @@ def move(slots: Sequence[Slot], olds: Sequence[Tensor], *, before: Tensor, after
     """
     if needs_reference(slots[0].x.dtype):
         for slot, old in zip(slots, olds, strict=True):
-            _move_rounded(slot, old, before=before.float(), after=after.float(), kept=kept.float())
+            _move_rounded(slot, old, slot.x, before=before.float(), after=after.float(), kept=kept.float())
     else:
         _move_by_difference(slots, olds, before=before / kept, after=after, kept=kept)
 
@@ -167,14 +181,17 @@ def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], lis
     return cut
 
 
-def _move_rounded(slot: Slot, old: Tensor, *, before: Tensor, after: Tensor, kept: Tensor) -> None:
-    """Low precision: x is the rounding of ref + scale * delta. Weights that somebody else moved take ref with them."""
+def _move_rounded(slot: Slot, old: Tensor, new: Tensor, *, before: Tensor, after: Tensor, kept: Tensor) -> None:
+    """Low precision: x is the rounding of ref + scale * delta. Weights that somebody else moved take ref with them.
+
+    The base went from `old` to `new`.
+    """
     delta, ref = _delta(slot), slot.ref
     assert ref is not None
     expected = torch.addcmul(ref.float(), delta, before)
     moved_outside = old != expected.to(old.dtype)
     ref.copy_(torch.where(moved_outside, old.float() - before * delta, ref.float()))
-    torch.addcmul(slot.x.float() - old.float(), delta, kept, out=delta)
+    torch.addcmul(new.float() - old.float(), delta, kept, out=delta)
     slot.x.copy_(torch.addcmul(ref.float(), delta, after))
 
 

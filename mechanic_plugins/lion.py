@@ -62,6 +62,8 @@ class Lion(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
+            if not params:  # torch's grouping refuses empty lists
+                continue
             lists = [params, [_gradient(p) for p in params], [self._momentum(p) for p in params]]
             for same_kind, _ in self._group_tensors_by_device_and_dtype(lists).values():
                 _update(*same_kind, group=group)  # type: ignore[arg-type]

@@ -299,6 +299,15 @@ class Rows:
             )
         return flat
 
+    def float_copies(self, part: Part, xs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """A part's weights in float32, and the row in memory that holds them end to end: for `move_to`."""
+        first = self.places[part.first]
+        flat = torch.empty(self.places[part.last] - first, dtype=torch.float32, device=self.device)
+        places = self.places[part.first : part.last]
+        copies = [flat.as_strided(x.size(), x.stride(), at - first) for x, at in zip(xs, places, strict=True)]
+        torch._foreach_copy_(copies, [x.detach() for x in xs])
+        return copies, flat
+
     def restore(self, part: Part, xs: Sequence[Tensor], snapshot: Tensor) -> None:
         """The weights as they were before the base touched them."""
         for x, place in zip(xs, self.places[part.first : part.last], strict=True):
@@ -308,6 +317,20 @@ class Rows:
     def move(self, part: Part, xs: Sequence[Tensor], snapshot: Tensor, scales: Tensor) -> None:
         """From the base's weights to Mechanic's; `xs` are where the base has left them."""
         self._follow(part, xs)
+        self._launch_move(part, xs, snapshot, scales, apart=False)
+
+    def move_to(
+        self, part: Part, xs: Sequence[Tensor], stepped: Sequence[Tensor], row: Tensor | None, scales: Tensor
+    ) -> None:
+        """The same where the base has stepped the copies in `row` and left the weights `xs` alone."""
+        assert row is not None
+        for x, new, place in zip(xs, stepped, self.places[part.first : part.last], strict=True):
+            mine = row.as_strided(x.size(), x.stride(), place - self.places[part.first])
+            if new.data_ptr() != mine.data_ptr():  # the base has put a new tensor in the copy's place
+                mine.copy_(new)
+        self._launch_move(part, xs, row, scales, apart=True)
+
+    def _launch_move(self, part: Part, xs: Sequence[Tensor], snapshot: Tensor, scales: Tensor, *, apart: bool) -> None:
         tiles, norms = self.table.tiled(MOVE_BLOCK), self.targets[part]
         first, last = tiles.of(part)
         if last > first:
@@ -323,6 +346,7 @@ class Rows:
                 norms,
                 **self.types("xtype", "dtype", "acc"),
                 LOW=needs_reference(self.xtype),
+                APART=apart,
                 ALIGNED=self.is_aligned,
                 SIZE=MOVE_BLOCK,
                 num_warps=MOVE_WARPS,

@@ -19,9 +19,18 @@ from mechanic_plugins import bases, gpu_tuner
 from mechanic_plugins.checkpoint import DELTA, REF, Progress
 from mechanic_plugins.multi_tensor import is_capturing
 from mechanic_plugins.passes import Passes
-from mechanic_plugins.pieces import Closure, Decision, Entry, complete
-from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for, refuse_unattached
+from mechanic_plugins.pieces import Closure, Decision, Entry, complete, conform
+from mechanic_plugins.sharding import (
+    Counting,
+    align_gradients,
+    is_dtensor,
+    is_fake,
+    local,
+    reduction_for,
+    refuse_unattached,
+)
 from mechanic_plugins.slots import Slot
+from mechanic_plugins.storage import refuse_overlaps
 from mechanic_plugins.tuner import SUMS, Sums, advance, column, keep_where, kept_share, restated
 from mechanic_plugins.wrapper import Group, Wrapper
 
@@ -50,7 +59,11 @@ class MechanicOptimizer(Wrapper):
         """Algorithm 1. A step with a gradient that is not finite, or with none at all, changes nothing."""
         closure, loss = _evaluated(closure)
         self._leave_dry_run()
-        progress, params = self._progress, self._params()
+        params = self._params()
+        if is_fake(params):  # nothing can be learned from tensors without data; what a step allocates can be counted
+            self._make_dry_run(params)
+            return loss
+        progress = self._progress
         plan = self._passes.plan(tuple(map(id, params)), lambda: self._entries(progress, params))
         self._fused = plan.is_fused
         decision, started = self._decision, []
@@ -138,6 +151,7 @@ class MechanicOptimizer(Wrapper):
                     continue
                 _refuse_sparse(p)
                 _refuse_foreign(p, known)
+                conform(self.base, p)
                 slot = Slot(local(p), local(p.grad), local(known.get(DELTA)), local(known.get(REF)))
                 entries.append(Entry(p, group, slot, row, weights.get(id(p), 1.0)))
         return entries
@@ -150,6 +164,7 @@ class MechanicOptimizer(Wrapper):
         key = tuple(map(id, params))
         if self._counted is None or self._counted[0] != key:
             _refuse_mixed_groups(self.param_groups)
+            refuse_overlaps(params)
             self._counted = key, self._count(params)
         return self._counted[1]
 

@@ -20,7 +20,8 @@ from mechanic_plugins.kernels import Tensors
 from mechanic_plugins.multi_tensor import Rows, Table
 from mechanic_plugins.pieces import Closure, Decision, Entry, Piece, Plan, complete
 from mechanic_plugins.sharding import is_dtensor
-from mechanic_plugins.slots import Slot
+from mechanic_plugins.slots import Slot, needs_reference
+from mechanic_plugins.twins import piece_for
 
 __all__ = ["Backend", "Passes", "check_backend"]
 
@@ -60,7 +61,7 @@ class Passes:
 
     def _new_plan(self, key: tuple[int, ...], entries: Sequence[Entry]) -> Plan:
         kinds = _in_kinds(entries, self._kind)
-        pieces = [Piece(self.base, part, by_kernels=kind[0]) for kind, part in kinds.items()]
+        pieces = [piece_for(self.base, part, by_kernels=kind[0]) for kind, part in kinds.items()]
         pointed = all(piece.point() for piece in pieces)
         assert pointed
         if self._can_fuse(entries):
@@ -82,7 +83,10 @@ class Passes:
     def _kind(self, slot: Slot) -> tuple[Any, ...]:
         """Whether kernels can walk it, and what else slots that share launches have in common."""
         by_kernels = slot.is_complete() and self.backend != "foreach" and multi_tensor.fits(slot)
-        return (True, *multi_tensor.kind_of(slot)) if by_kernels else (False, slot.x.device, slot.x.dtype)
+        if by_kernels:
+            return True, *multi_tensor.kind_of(slot)
+        is_first = needs_reference(slot.x.dtype) and not slot.is_complete()
+        return False, slot.x.device, slot.x.dtype, is_first
 
     def _can_fuse(self, entries: Sequence[Entry]) -> bool:
         """Whether this step can be made in one pass."""

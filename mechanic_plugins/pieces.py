@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic_plugins import bases
 from mechanic_plugins.checkpoint import DELTA, REF
 from mechanic_plugins.kernels import Tensors
 from mechanic_plugins.multi_tensor import Rows
 from mechanic_plugins.sharding import align_gradients, is_dtensor, local
 from mechanic_plugins.slots import Part, Slot, delta_dtype, needs_reference
 
-__all__ = ["Closure", "Decision", "Entry", "Group", "Piece", "Plan", "complete", "zeros_like"]
+__all__ = ["Closure", "Decision", "Entry", "Group", "Piece", "Plan", "complete", "conform", "zeros_like"]
 
 Closure = Callable[[], Any]
 Group = dict[str, Any]
@@ -106,9 +107,28 @@ class Piece:
         maximize = bool(self.group.get("maximize"))
         self.rows.add_sums(self.xs(), self.grads(), out, row=self.row, weight=self.weight, maximize=maximize)
 
+    @property
+    def sizes(self) -> list[int]:
+        """For each parameter the bytes that a snapshot of it holds."""
+        return self.rows.sizes
+
+    def pairs(self, part: Part, snapshot: Any) -> Sequence[tuple[Tensor, Tensor]]:
+        """The parameters of a part for which the base is to step other tensors, each with its other."""
+        return ()
+
     def snapshot(self, part: Part) -> Any:
         """The weights of a part, for `move` or `restore`."""
         return self.rows.snapshot(part, self.xs()[part.first : part.last])
+
+    def own_iterate(self, part: Part, snapshot: Any) -> str | None:
+        """See `bases.own_iterate`: looks only at parameters that have no delta yet."""
+        if self._is_complete:
+            return None
+        here = slice(part.first, part.last)
+        states = [self.base.state.get(p) for p in self.params[here]]
+        known = [{k: local(v) for k, v in s.items()} if isinstance(s, dict) else None for s in states]
+        each = map(bases.own_iterate, known, self.grads()[here], snapshot, self.xs()[here])
+        return next(filter(None, each), None)
 
     def restore(self, part: Part, snapshot: Any) -> None:
         """The weights as they were before the base touched them."""
@@ -146,6 +166,38 @@ def complete(base: Optimizer, p: Tensor, old: Tensor) -> None:
     if REF not in state and needs_reference(p.dtype):
         state[REF] = torch.empty_like(p, requires_grad=False)
         local(state[REF]).copy_(old)
+
+
+def conform(base: Optimizer, p: Tensor) -> None:
+    """Has the state lie in memory as the parameter does, whose memory format or dtype somebody may have changed.
+
+    Kernels walk both as flat memory. Quantized moments, which are no plain floating tensors, are left alone.
+    """
+    state = base.state.get(p)
+    if not state:
+        return
+    if REF in state and not needs_reference(p.dtype):
+        del state[REF]
+    ours = {DELTA: delta_dtype(p.dtype), REF: p.dtype}
+    for name, kept in state.items():
+        if _is_like(kept, p):
+            state[name] = _laid_out_like(p, kept, ours.get(name, kept.dtype))
+
+
+def _is_like(kept: object, p: Tensor) -> bool:
+    if not isinstance(kept, Tensor) or kept.shape != p.shape or type(local(kept)) not in (Tensor, torch.nn.Parameter):
+        return False
+    return kept.is_floating_point() or kept.is_complex()
+
+
+def _laid_out_like(p: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    if kept.dtype == dtype and local(kept).stride() == local(p).stride():
+        return kept
+    twin = torch.empty_like(p, dtype=dtype, device=kept.device, requires_grad=False)
+    if kept.dtype == dtype and local(kept).stride() == local(twin).stride():
+        return kept  # the parameter has gaps, which the state has not
+    local(twin).copy_(local(kept))
+    return twin
 
 
 def zeros_like(p: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,16 @@ from torch import Tensor
 
 from mechanic_plugins.reduction import AllReduce, Identity, Reduction
 
-__all__ = ["Counting", "align_gradients", "is_dtensor", "local", "reduction_for", "refuse_unattached"]
+__all__ = [
+    "Counting",
+    "align_gradients",
+    "is_dtensor",
+    "is_fake",
+    "local",
+    "reduction_for",
+    "refuse_unattached",
+    "with_real_tensors",
+]
 
 
 _PLAIN = (torch.nn.Parameter, Tensor, type(None))
@@ -89,11 +99,23 @@ def is_dtensor(t: object) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
+def is_fake(params: Sequence[Tensor]) -> bool:
+    """Whether the parameters are those of a FakeTensorMode: shapes without data, to estimate memory with."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and any(isinstance(local(p), module.FakeTensor) for p in params[:1])
+
+
 def local(t: Any) -> Any:
     """This rank's part. Never kept across steps: FSDP may put another tensor there."""
     if type(t) in _PLAIN:
         return t
     return t._local_tensor if is_dtensor(t) else t
+
+
+def with_real_tensors() -> AbstractContextManager[None]:
+    """Within, new tensors have data even under a FakeTensorMode."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return nullcontext() if module is None else module.unset_fake_temporarily()
 
 
 def align_gradients(params: Iterable[Tensor]) -> None:

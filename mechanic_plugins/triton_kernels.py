@@ -129,9 +129,12 @@ def _store_norms(norms, xx, dx, dd):
 def move_kernel(
     table, blocks, firsts, first_block, last_block, snapshot, first, scales, norms,
     xtype: tl.constexpr, dtype: tl.constexpr, acc: tl.constexpr,
-    LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+    LOW: tl.constexpr, APART: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """After any base's step: from its weights to Mechanic's, for the tensors that the snapshot holds."""
+    """After any base's step: from its weights to Mechanic's, for the tensors that the snapshot holds.
+
+    With APART the base has stepped the snapshot and left the weights alone.
+    """
     before = tl.load(scales + 0).to(acc)
     step = (tl.load(scales + 1) * tl.load(scales + 3) - tl.load(scales + 0)).to(acc)
     after = tl.load(scales + 1).to(acc)
@@ -142,8 +145,11 @@ def move_kernel(
     for block in range(first_block + tl.program_id(0), last_block, tl.num_programs(0)):
         row, at, mask = _place(table, blocks, firsts, block, ALIGNED, SIZE)
         place = _pointer(row, _X, xtype, ALIGNED) + at
-        old = tl.load(_old(snapshot, row, at, first), mask, 0.0).to(acc)
-        u = tl.load(place, mask, 0.0).to(acc) - old
+        old = tl.load(place, mask, 0.0).to(acc)
+        stepped = tl.load(_old(snapshot, row, at, first), mask, 0.0).to(acc)
+        if not APART:
+            old, stepped = stepped, old
+        u = stepped - old
         delta = _pointer(row, _DELTA, dtype, ALIGNED) + at
         d = tl.load(delta, mask, 0.0).to(acc)
         if LOW:

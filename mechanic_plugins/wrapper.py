@@ -28,13 +28,15 @@ from mechanic_plugins.checkpoint_format import holds_tuner
 from mechanic_plugins.passes import Backend, check_backend
 from mechanic_plugins.pieces import zeros_like
 from mechanic_plugins.settings import Settings
-from mechanic_plugins.sharding import local
+from mechanic_plugins.sharding import local, with_real_tensors
 
 __all__ = ["Tuner", "Wrapper"]
 
 Group = dict[str, Any]
 StateDict = dict[str, Any]
 
+_LIVE = "_mechanic_live"
+"""The base's attribute with the settings and the tuner of who mechanized it last."""
 _HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
@@ -73,13 +75,16 @@ class Wrapper(Optimizer):
         self.group = group
         self.sync_replicas = sync_replicas
         self.backend = backend
+        before = vars(base).get(_LIVE)
         self._start()
+        self._continue(before)
         self._hold_tuner()
         self._create_eager_state()
 
     def _start(self) -> None:
         """Everything that is not state: rebuilt after unpickling."""
         self._held: dict[str, Progress | None] = {}
+        vars(self.base)[_LIVE] = self.settings, self._held
         self._numbers: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
         self._dry_state: object = None
         self._is_plain = False
@@ -174,13 +179,21 @@ class Wrapper(Optimizer):
         device: torch.device = local(first).device
         return torch.device("cpu") if device.type == "mps" else device
 
+    def _continue(self, before: tuple[Settings, dict[str, Progress | None]] | None) -> None:
+        """A base that is mechanized again goes on where its tuner is, not where that was last written down."""
+        settings, held = before or (self.settings, self._held)
+        live = held.get("progress")
+        if live is not None and live.row_of(self.param_groups[0]) is not None:
+            checkpoint.write(self.param_groups, live, settings, delta_unit=self._delta_unit(live))
+
     def _hold_tuner(self) -> None:
         """The groups always hold the tuner's keys: loaders look for them there."""
         if holds_tuner(self.param_groups):  # the base had loaded a mechanized checkpoint
             checkpoint.check_tuner(self.param_groups, self.settings)
             self._write_tuner()
             return
-        self._write(Progress.new(self.settings, tuners=self._tuners(), device=torch.device("cpu")))
+        with with_real_tensors():
+            self._write(Progress.new(self.settings, tuners=self._tuners(), device=torch.device("cpu")))
 
     def _write_tuner(self) -> None:
         self._write(self._progress)
@@ -213,9 +226,10 @@ class Wrapper(Optimizer):
 
     def _create_eager_state(self) -> None:
         """Bases that fill their state when built get no dry run: a load would find no place for delta."""
-        for p in list(self.state):
-            if self.state[p] and DELTA not in self.state[p]:
-                self.state[p][DELTA] = zeros_like(p)
+        state: dict[Any, Any] = self.state
+        for p, entries in state.items():  # some bases keep what is no parameter's there: counters, settings
+            if isinstance(p, Tensor) and isinstance(entries, dict) and entries and DELTA not in entries:
+                entries[DELTA] = zeros_like(p)
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -102,6 +102,10 @@ def base_class(name: str) -> Any:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam
+    if name == "Lion":
+        from mechanic_plugins.lion import Lion
+
+        return Lion
     return getattr(torch.optim, name)
 
 
@@ -111,7 +115,7 @@ def plain_run(case: Case) -> dict[str, Any]:
 
     network = model(case.seed)
     name = {"DeepSpeedCPUAdam": "AdamW"}.get(case.base, case.base)
-    opt = mechanize(getattr(torch.optim, name)(param_groups(network, case), **case.base_options), **case.options)
+    opt = mechanize(base_class(name)(param_groups(network, case), **case.base_options), **case.options)
     seen: dict[str, Any] = {"s": [], "h": [], "scale": []}
     for step in range(case.steps):
         warm_up(opt.param_groups, case, step)

@@ -40,6 +40,8 @@ VARIANTS = [
     *(Case(steps=20, stage=stage, param_groups=2, options={"scope": "group"}) for stage in (1, 3)),
     *(Case(steps=20, stage=stage, param_groups=2, warmup=10, options=LARGER) for stage in (0, 1, 2, 3)),
     Case(steps=20, stage=2, param_groups=2, warmup=10, options={"scope": "group"}),
+    # ZeRO-3 steps one group at a time and leaves the others empty, which Lion did not take
+    Case(steps=20, stage=3, base="Lion", param_groups=2, options={"preset": "paper"}),
     Case(steps=20, stage=3, warmup=10, options=LARGER, **CPU_ADAM),
     Case(steps=20, stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01}),
     Case(

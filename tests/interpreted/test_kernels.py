@@ -436,3 +436,56 @@ def test_state_of_another_shape_is_refused() -> None:
             optimizer.step()
     with pytest.raises(ValueError, match="belongs to another parameter"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["in place", "checkpoint"])
+@pytest.mark.parametrize("base", ["adamw", "lion"])
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_weights_may_change_their_memory_format(backend: Any, base: str, how: str) -> None:
+    """The kernels walked delta and moments in their old order beside weights in the new one."""
+    ends = []
+    for way in ("foreach", backend):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(4, 3, 2, 2))
+        target = torch.randn(4, 3, 2, 2)
+        optimizer = mechanize(BASES[base]([p]), s_init=1e-3, backend=way)
+        for memory_format in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+            moved = p.detach().clone(memory_format=memory_format)
+            if how == "in place":
+                p.data = moved
+            else:
+                saved = copy.deepcopy(optimizer.state_dict())
+                p = nn.Parameter(moved)
+                optimizer = mechanize(BASES[base]([p]), s_init=1e-3, backend=way)
+                optimizer.load_state_dict(saved)
+            for step in range(4):
+                p.grad = (p.detach() - target - 0.5 * math.cos(step)).clone(memory_format=memory_format)
+                optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+
+
+class Own(torch.optim.AdamW):
+    """A base that nobody knows."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Own, torch.optim.NAdam])
+def test_twins_of_16_bit_weights_by_kernels_equal_torchs(kind: Any) -> None:
+    """The base steps float32 copies that lie in one row; the kernel reads where it has taken them."""
+    ends = []
+    for backend in ("foreach", "triton"):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in [(5, 7), (9,), ()]]
+        optimizer = mechanize(kind(params, lr=1e-4), s_init=1.0, backend=backend)
+        for step in range(8):
+            for p in params[: 2 + step % 2]:
+                p.grad = torch.randn(p.shape).bfloat16() + 1  # not the weights': their roundings would come back
+            optimizer.step()
+        ends.append([t for p in params for t in (p.detach(), *map(optimizer.state[p].get, ("exp_avg", DELTA)))])
+    assert optimizer.scale.item() > 0
+    for a, b in zip(*ends, strict=True):
+        lost = 8 * 2 * EPS[torch.float32] if a.dtype == torch.float32 else 0  # of an update, read off weights up to 2
+        torch.testing.assert_close(a, b, rtol=2 * EPS[a.dtype], atol=lost)
