@@ -26,6 +26,7 @@ FLOORS = [
     {"gpu_tuner", "kernels", "multi_tensor"},
     {"reduction"},
     {"sharding"},
+    {"skips"},
     {"lion", "muon"},  # optimizers to wrap, which torch has not
     {"checkpoint_format"},
     {"checkpoint_settings"},
