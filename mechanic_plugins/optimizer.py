@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,7 @@ from mechanic_plugins.checkpoint import DELTA, REF, Progress
 from mechanic_plugins.multi_tensor import is_capturing
 from mechanic_plugins.passes import Passes
 from mechanic_plugins.pieces import Closure, Decision, Entry, complete
+from mechanic_plugins.reduction import Identity
 from mechanic_plugins.sharding import Counting, align_gradients, is_dtensor, local, reduction_for, refuse_unattached
 from mechanic_plugins.slots import Slot
 from mechanic_plugins.tuner import SUMS, Sums, advance, column, keep_where, kept_share, restated
@@ -58,10 +59,11 @@ class MechanicOptimizer(Wrapper):
         plan = self._passes.plan(_ids_of_moving(params), lambda: self._entries(progress, params))
         self._fused = plan.is_fused
         decision, started = self._decision, []
-        with _tuner_restored_on_error(progress):
+        reduction = self._counting(params).reduction if decision is None else Identity()
+        with nullcontext() if reduction.spans_ranks else _tuner_restored_on_error(progress):
             if decision is None:
                 sums = plan.sums(tuners=len(progress.tuner.s), device=progress.tuner.s.device)
-                reduced = self._counting(params).reduction.start(sums)
+                reduced = reduction.start(sums)
                 started = plan.start(closure)
                 decision = self._decided(reduced(), progress)
             if decision.moves is False:
@@ -272,7 +274,10 @@ def _evaluated(closure: Closure | None) -> tuple[Closure | None, Any]:
 
 @contextmanager
 def _tuner_restored_on_error(progress: Progress) -> Iterator[None]:
-    """The weights go back when the base raises: a tuner that had moved on would not fit them."""
+    """The weights go back when the base raises: a tuner that had moved on would not fit them.
+
+    Not where ranks decide together: those that do not fail have moved on, and all must play one scale.
+    """
     tuner, steps = progress.tuner, progress.steps
     try:
         yield

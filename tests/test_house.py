@@ -25,6 +25,7 @@ FLOORS = [
     {"triton_kernels"},
     {"gpu_tuner", "kernels", "multi_tensor"},
     {"reduction"},
+    {"replicas"},
     {"sharding"},
     {"skips"},
     {"lion", "muon"},  # optimizers to wrap, which torch has not
