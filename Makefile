@@ -10,10 +10,11 @@ export MKL_NUM_THREADS ?= 1
 # These run several ranks at a time and want the machine for themselves; the other tests share it.
 ON_RANKS := $(addprefix tests/,deepspeed_plugin distributed lightning transformers_plugin)
 
-.PHONY: help install test lint format demo clean
+.PHONY: help install test test-long lint format demo clean
 
 help:
 	@echo 'make test     the whole suite; PYTEST_ADDOPTS="-m not\ slow" leaves the long ones out'
+	@echo 'make test-long  random training loops, other ones each time, for an hour'
 	@echo 'make lint     ruff and mypy --strict'
 	@echo 'make format   let ruff rewrite the files'
 	@echo 'make demo     a first training run: a table and a picture; options by ARGS="--steps 200"'
@@ -36,6 +37,9 @@ test: $(INSTALLED)
 	$(BIN)/python tests/build_ops.py
 	$(BIN)/python -m pytest $(ON_RANKS)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ON_RANKS))
+
+test-long: $(INSTALLED)
+	MECHANIC_EXAMPLES=20 $(BIN)/python -m pytest tests/test_state_machine.py tests/distributed/test_state_machine_on_ranks.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

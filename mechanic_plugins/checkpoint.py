@@ -50,6 +50,8 @@ class Progress:
     skipped: Tensor
     unit: float = 0.0
     """The base learning rate that delta is measured in; 0 until a step with a learning rate above 0 was made."""
+    unit_since: Tensor | None = field(default=None, repr=False)
+    """The steps that were made before the unit was set; None once one was made with it."""
     frozen: bool = False
     seen: tuple[object, ...] = field(default=(), repr=False)
     """The lists that `write` left in the groups: another one there means that somebody loaded state."""

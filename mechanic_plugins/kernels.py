@@ -6,12 +6,13 @@ are no plain rows in memory; `mechanic_plugins.multi_tensor` is the way on a GPU
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mechanic_plugins.slots import Part, Slot, delta_dtype, needs_reference
+from mechanic_plugins.slots import Part, Slot, needs_reference
 
 __all__ = ["Tensors", "local_sums", "move"]
 
@@ -105,18 +106,29 @@ class Tensors:
 
 
 def local_sums(slots: Sequence[Slot], *, device: torch.device) -> Tensor:
-    """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over slots of one device and dtype, in float64 on `device`."""
+    """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over slots of one device and dtype, in float64 on `device`.
+
+    Squares of finite float32 numbers overflow from 1.8e19 on. A CPU then sums once more in float64; to find out on a
+    GPU would mean waiting for it.
+    """
+    sums = _sums(slots, device=device)
+    if sums.device.type == "cpu" and not all(map(math.isfinite, sums.tolist())):
+        return _sums(slots, device=device, at_least=torch.float64)
+    return sums
+
+
+def _sums(slots: Sequence[Slot], *, device: torch.device, at_least: torch.dtype = torch.float32) -> Tensor:
     dots: list[Tensor] = []
     for slot in slots:
-        _add_dots(slot, dots)
+        _add_dots(slot, dots, at_least)
     return torch.stack(dots).to(device, non_blocking=True).view(-1, 5).sum(0, dtype=torch.float64)
 
 
-def _add_dots(slot: Slot, dots: list[Tensor]) -> None:
+def _add_dots(slot: Slot, dots: list[Tensor], at_least: torch.dtype) -> None:
     """The five of each chunk, in turn."""
     x, g, d = (None if t is None else _real(t).reshape(-1) for t in (slot.x, slot.grad, slot.delta))
     assert x is not None
-    wide = delta_dtype(x.dtype)
+    wide = torch.promote_types(x.dtype, at_least)
     chunk = _CHUNK.get(x.device.type, _OTHER_CHUNK)
     zero = x.new_zeros((), dtype=wide) if g is None or d is None else x
     for at in range(0, max(x.numel(), 1), chunk):

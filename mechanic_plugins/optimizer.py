@@ -7,8 +7,10 @@ decision, the base's step and Mechanic's move.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +22,7 @@ from mechanic_plugins.checkpoint import DELTA, REF, Progress
 from mechanic_plugins.multi_tensor import is_capturing
 from mechanic_plugins.passes import Passes
 from mechanic_plugins.pieces import Closure, Decision, Entry, complete, conform
+from mechanic_plugins.reduction import Identity
 from mechanic_plugins.sharding import (
     Counting,
     align_gradients,
@@ -56,26 +59,30 @@ class MechanicOptimizer(Wrapper):
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Algorithm 1. A step with a gradient that is not finite, or with none at all, changes nothing."""
-        closure, loss = _evaluated(closure)
+        """Algorithm 1. A step with a gradient that is not finite, or with none at all, changes nothing.
+
+        A parameter without a gradient still follows the scale, unless its `requires_grad` is False. At a learning rate
+        of 0 in every group the weights and the scale stay where they are.
+        """
         self._leave_dry_run()
+        if closure is None and self._is_dry_run():
+            return self._make_dry_run()
+        closure, loss = _evaluated(closure)
         params = self._params()
         if is_fake(params):  # nothing can be learned from tensors without data; what a step allocates can be counted
-            self._make_dry_run(params)
+            self._make_dry_run()
             return loss
         progress = self._progress
-        plan = self._passes.plan(tuple(map(id, params)), lambda: self._entries(progress, params))
+        plan = self._passes.plan(_ids_of_moving(params), lambda: self._entries(progress, params))
         self._fused = plan.is_fused
         decision, started = self._decision, []
-        with _tuner_restored_on_error(progress):
+        reduction = self._counting(params).reduction if decision is None else Identity()
+        with nullcontext() if reduction.spans_ranks else _tuner_restored_on_error(progress):
             if decision is None:
                 sums = plan.sums(tuners=len(progress.tuner.s), device=progress.tuner.s.device)
-                reduced = self._counting(params).reduction.start(sums)
+                reduced = reduction.start(sums)
                 started = plan.start(closure)
-                sums = reduced()
-                if self._is_dry_run(sums):
-                    return self._make_dry_run(params)
-                decision = self._decided(sums, progress)
+                decision = self._decided(reduced(), progress)
             if decision.moves is False:
                 return loss
             result = plan.play(decision, unit=self._delta_unit(progress), closure=closure, started=started)
@@ -98,7 +105,7 @@ class MechanicOptimizer(Wrapper):
 
     def _decided_on_gpu(self, sums: Tensor, progress: Progress) -> Decision:
         """The same in one launch."""
-        hold = not self._resolve_unit(progress) or progress.frozen
+        hold = not self._resolve_unit(progress) or self._holds(progress)
         settings = self._constants(progress)
         counters = _counters(progress)
         progress.tuner, counters, scales = gpu_tuner.advance(
@@ -123,7 +130,7 @@ class MechanicOptimizer(Wrapper):
             return moves
         is_made = bool(moves)
         if not is_made and progress.skipped > 0:
-            self._warn_of_skips()
+            self._warn_of_skips(progress)
         return is_made
 
     def _decides_on_device(self) -> bool:
@@ -139,7 +146,10 @@ class MechanicOptimizer(Wrapper):
             self._decision = None
 
     def _entries(self, progress: Progress, params: Sequence[Tensor]) -> list[Entry]:
-        """The parameters with a gradient, and those that had one before: their weights still follow the scale."""
+        """The parameters with a gradient, and those that had one before: their weights still follow the scale.
+
+        Those that a person has frozen stay where they are and are not counted.
+        """
         weights = self._counting(params).weights if self._decision is None else {}
         align_gradients(params)
         entries = []
@@ -147,7 +157,7 @@ class MechanicOptimizer(Wrapper):
             row = self._row(group, progress)
             for p in group["params"]:
                 known = self.state.get(p, {})
-                if p.grad is None and DELTA not in known:
+                if p.grad is None and (DELTA not in known or not p.requires_grad):
                     continue
                 _refuse_sparse(p)
                 _refuse_foreign(p, known)
@@ -190,7 +200,7 @@ class MechanicOptimizer(Wrapper):
             is_finite = all(map(math.isfinite, sums))
             if not is_finite:
                 progress.skipped = progress.skipped + 1
-                self._warn_of_skips()
+                self._warn_of_skips(progress)
             return is_finite and gradients > 0
         finite = vector.isfinite().all()
         progress.skipped = progress.skipped + ~finite
@@ -198,10 +208,9 @@ class MechanicOptimizer(Wrapper):
 
     def _advance_tuner(self, vector: Tensor, moves: bool | Tensor, progress: Progress) -> Tensor:
         """Returns what delta is multiplied by."""
-        progress.steps = progress.steps + moves
         old = progress.tuner
         lr = column(self._tuned_lrs(progress), vector.device)
-        if self._resolve_unit(progress) and not progress.frozen:
+        if self._resolve_unit(progress) and not self._holds(progress):
             settings = self._constants(progress)
             state, sums, fall = restated(old, Sums.of(vector[:-1].view(-1, len(SUMS))), lr)
             new = advance(state, sums, settings=settings, betas=self._on_device(settings.betas, vector.device))
@@ -210,8 +219,19 @@ class MechanicOptimizer(Wrapper):
             new, kept = old._replace(lr=torch.where(lr > old.lr, lr, old.lr)), torch.ones_like(lr)
         if isinstance(moves, Tensor):
             new, kept = keep_where(moves, new, old), torch.where(moves, kept, 1.0)
-        progress.tuner = new
+        progress.tuner, progress.steps = new, progress.steps + moves
         return kept
+
+    def _holds(self, progress: Progress) -> bool:
+        """Whether the scale stays: frozen, or at a learning rate of 0, which is to move nothing.
+
+        The two rules that start with a scale above 0 take such a step as published: their warm-ups would differ. An lr
+        that is a tensor on a GPU is not looked at.
+        """
+        if progress.frozen:
+            return True
+        obeys = self.settings.rule in ("paper", "theory") and not bases.ignores_a_schedule(self.base)
+        return obeys and self._has_lr_zero()
 
     def _tuned_lrs(self, progress: Progress) -> list[float | Tensor]:
         """For each tuner the base's lr in this step, the highest of its groups; 0 where a warm-up is left alone."""
@@ -224,19 +244,21 @@ class MechanicOptimizer(Wrapper):
 
     # ---------------------------------------------------------------- the dry run of torch.distributed.checkpoint
 
-    def _is_dry_run(self, vector: Tensor) -> bool:
-        """DCP fills an empty state by a step with zero gradients at lr 0. It must leave no trace."""
-        if self.state or not self._has_lr_zero():
-            return False
-        return bool(vector[-1] > 0) and not vector[:-1].view(-1, len(SUMS))[:, 1].any()
+    def _is_dry_run(self) -> bool:
+        """DCP fills an empty state by a step with zero gradients at lr 0. It must leave no trace.
+
+        A person's first step may look the same, so it counts who asks.
+        """
+        return not self.state and self._has_lr_zero() and _is_called_by("torch.distributed.checkpoint.state_dict")
 
     def _has_lr_zero(self) -> bool:
         lrs = [group["lr"] for group in self.param_groups if group.get("lr") is not None]
-        return bool(lrs) and all(float(lr) == 0 for lr in lrs)
+        known = all(not isinstance(lr, Tensor) or lr.device.type == "cpu" for lr in lrs)
+        return bool(lrs) and known and all(float(lr) == 0 for lr in lrs)
 
-    def _make_dry_run(self, params: Sequence[Tensor]) -> None:
+    def _make_dry_run(self) -> None:
         self.base.step()
-        for p in params:
+        for p in self._params():
             if p.grad is not None:
                 complete(self.base, p, local(p))
         self._dry_state = self.state
@@ -246,6 +268,17 @@ class MechanicOptimizer(Wrapper):
         if self._dry_state is not None and self._dry_state is self.state:
             self.state.clear()
         self._dry_state = None
+
+
+def _is_called_by(module: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _ids_of_moving(params: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(id(p) for p in params if p.requires_grad or p.grad is not None)
 
 
 def _evaluated(closure: Closure | None) -> tuple[Closure | None, Any]:
@@ -260,7 +293,10 @@ def _evaluated(closure: Closure | None) -> tuple[Closure | None, Any]:
 
 @contextmanager
 def _tuner_restored_on_error(progress: Progress) -> Iterator[None]:
-    """The weights go back when the base raises: a tuner that had moved on would not fit them."""
+    """The weights go back when the base raises: a tuner that had moved on would not fit them.
+
+    Not where ranks decide together: those that do not fail have moved on, and all must play one scale.
+    """
     tuner, steps = progress.tuner, progress.steps
     try:
         yield

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["AllReduce", "Identity", "Reduction"]
+__all__ = ["AllReduce", "Identity", "Reduction", "reachable_device"]
 
 
 class Reduction(Protocol):
     """Starts a reduction of a small float64 vector; calling what `start` returns waits for it."""
+
+    spans_ranks: ClassVar[bool]
+    """Whether other ranks have come to the same decision."""
 
     def start(self, sums: Tensor) -> Callable[[], Tensor]: ...
 
@@ -25,6 +28,8 @@ class Reduction(Protocol):
 @dataclass(frozen=True)
 class Identity:
     """Nothing is sharded: the local sums are the global ones."""
+
+    spans_ranks: ClassVar[bool] = False
 
     def start(self, sums: Tensor) -> Callable[[], Tensor]:
         return lambda: sums
@@ -38,9 +43,10 @@ class AllReduce:
     """
 
     group: dist.ProcessGroup | None
+    spans_ranks: ClassVar[bool] = True
 
     def start(self, sums: Tensor) -> Callable[[], Tensor]:
-        vector = sums.to(_reachable_device(self.group, sums.device), copy=True)
+        vector = sums.to(reachable_device(self.group, sums.device), copy=True)
         work = dist.all_reduce(vector, group=self.group, async_op=True)
 
         def wait() -> Tensor:
@@ -50,7 +56,7 @@ class AllReduce:
         return wait
 
 
-def _reachable_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+def reachable_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     """Where the group can reduce: CPU-offloaded shards have sums on the CPU, and NCCL reduces on GPUs only.
 
     A group of gloo's may be for the CPU only.

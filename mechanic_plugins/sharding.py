@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mechanic_plugins.reduction import AllReduce, Identity, Reduction
+from mechanic_plugins.replicas import refuse_join, replicas_of
 
 __all__ = [
     "Counting",
@@ -55,19 +56,21 @@ def reduction_for(
         params: All parameters of the optimizer, in the same order on every rank.
         group: The ranks that share these parameters; all ranks when None.
         sync_replicas: Average the sums over replicas too, where nothing is sharded. For replicas on unlike hardware,
-            whose sums may round apart.
+            whose sums may round apart. DDP's are averaged without it where a rank has parameters for itself.
     """
-    if group is None and dist.is_available() and dist.is_initialized():
+    is_distributed = dist.is_available() and dist.is_initialized()
+    if group is None and is_distributed:
         _refuse_pipelines(params)
     shards = _shard_counts(params)
     sharded = any(count > 1 for count in shards)
     if not (sharded or sync_replicas):
-        return Counting(Identity(), {id(p): 1.0 for p in params})
-    if not dist.is_initialized():
+        return _count_replicas(params) if is_distributed else Counting(Identity(), dict.fromkeys(map(id, params), 1.0))
+    if not is_distributed:
         raise RuntimeError(
             "sync_replicas=True needs torch.distributed: call init_process_group() first, or leave it False."
         )
     _refuse_what_cannot_be_counted(params, group)
+    refuse_join(params)
     size = dist.get_world_size(group)
     for count in shards:
         if size % count:
@@ -76,6 +79,14 @@ def reduction_for(
                 "pass mechanize(..., group=...) with the group of ranks that share the parameters."
             )
     return Counting(AllReduce(group), {id(p): k / size for p, k in zip(params, shards, strict=True)})
+
+
+def _count_replicas(params: Sequence[Tensor]) -> Counting:
+    """Of parameters of which none is sharded."""
+    replicas = replicas_of(params)
+    if replicas is None:
+        return Counting(Identity(), dict.fromkeys(map(id, params), 1.0))
+    return Counting(AllReduce(replicas.group), {key: 1 / copies for key, copies in replicas.copies.items()})
 
 
 def refuse_unattached(optimizer: object) -> None:

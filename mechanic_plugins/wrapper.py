@@ -25,10 +25,12 @@ from typing_extensions import Self
 from mechanic_plugins import bases, checkpoint
 from mechanic_plugins.checkpoint import DELTA, PREFIX, Progress
 from mechanic_plugins.checkpoint_format import holds_tuner
+from mechanic_plugins.multi_tensor import is_capturing
 from mechanic_plugins.passes import Backend, check_backend
 from mechanic_plugins.pieces import zeros_like
 from mechanic_plugins.settings import Settings
 from mechanic_plugins.sharding import local, with_real_tensors
+from mechanic_plugins.skips import Skips
 
 __all__ = ["Tuner", "Wrapper"]
 
@@ -89,7 +91,7 @@ class Wrapper(Optimizer):
         self._dry_state: object = None
         self._is_plain = False
         self._last_lrs: list[Any] | None = None
-        self._warned_of_skips = False
+        self._skips = Skips()
         for name in _HOOKS:
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
         self._patch_step_function()
@@ -172,12 +174,12 @@ class Wrapper(Optimizer):
         return len(self.param_groups) if self.settings.scope == "group" else 1
 
     def _device(self) -> torch.device:
-        """The parameters' own, or the CPU where that has no float64."""
+        """The parameters' own, or the CPU where that has no float64 or holds no numbers."""
         first = next((p for group in self.param_groups for p in group["params"]), None)
         if first is None:  # an engine took the parameters out for a while
             return self._live.tuner.s.device if self._live else torch.device("cpu")
         device: torch.device = local(first).device
-        return torch.device("cpu") if device.type == "mps" else device
+        return torch.device("cpu") if device.type in ("meta", "mps") else device
 
     def _continue(self, before: tuple[Settings, dict[str, Progress | None]] | None) -> None:
         """A base that is mechanized again goes on where its tuner is, not where that was last written down."""
@@ -199,6 +201,7 @@ class Wrapper(Optimizer):
         self._write(self._progress)
 
     def _write(self, progress: Progress) -> None:
+        self._settle_unit(progress)
         if not self._is_plain:
             checkpoint.write(self.param_groups, progress, self.settings, delta_unit=self._delta_unit(progress))
 
@@ -293,10 +296,23 @@ class Wrapper(Optimizer):
     # ---------------------------------------------------------------- units
 
     def _resolve_unit(self, progress: Progress) -> bool:
-        """Fixes the learning rate that delta is measured in, at the first step that has one above 0."""
-        if progress.unit == 0:
-            progress.unit = max(map(_peak_lr, self.param_groups)) if self.settings.normalize_lr else 1.0
+        """Fixes the learning rate that delta is measured in, at the first step made that has one above 0.
+
+        A device decides by itself whether a step is made: the unit holds until somebody has to know, which is when
+        the learning rate turns out to be another one in the next step.
+        """
+        peak = max(map(_peak_lr, self.param_groups)) if self.settings.normalize_lr else 1.0
+        if progress.unit != peak and not is_capturing(progress.steps.device):
+            self._settle_unit(progress)
+        if progress.unit == 0 and peak > 0:
+            progress.unit, progress.unit_since = peak, progress.steps.clone()
         return progress.unit > 0
+
+    def _settle_unit(self, progress: Progress) -> None:
+        """Takes the unit back where no step was made with it. Waits for the device, once in a run."""
+        since, progress.unit_since = progress.unit_since, None
+        if since is not None and not bool(progress.steps > since):
+            progress.unit = 0.0
 
     def _delta_unit(self, progress: Progress | None = None) -> float:
         """What one unit of delta is worth in the base's own updates."""
@@ -366,17 +382,14 @@ class Wrapper(Optimizer):
                 metrics[f"mechanic/scale/{name}"] = scales[index]
                 metrics[f"mechanic/effective_lr/{name}"] = lrs[index]
         if skipped:
-            self._warn_of_skips()
+            self._warn_of_skips(progress)
         return {**metrics, "mechanic/steps": steps, "mechanic/skipped_steps": skipped}
 
-    def _warn_of_skips(self) -> None:
-        if not self._warned_of_skips:
-            warnings.warn(
-                "a gradient was not finite: the step was skipped whole, weights, moments and tuner alike. "
-                "metrics()['mechanic/skipped_steps'] counts such steps; this warning comes once.",
-                stacklevel=3,
-            )
-        self._warned_of_skips = True
+    def _warn_of_skips(self, progress: Progress) -> None:
+        steps, skipped = int(progress.steps), int(progress.skipped)
+        text = self._skips.warning(self.param_groups, steps=steps, skipped=skipped)
+        if text is not None:
+            warnings.warn(text, stacklevel=3)
 
     def freeze(self) -> None:
         """Holds the scale where it is; training goes on with it."""

@@ -25,8 +25,9 @@ FLOORS = [
     {"triton_kernels"},
     {"gpu_tuner", "kernels", "multi_tensor"},
     {"reduction"},
+    {"replicas"},
     {"sharding"},
-    {"storage"},
+    {"skips", "storage"},
     {"lion", "muon"},  # optimizers to wrap, which torch has not
     {"checkpoint_format"},
     {"checkpoint_settings"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -489,3 +490,41 @@ def test_twins_of_16_bit_weights_by_kernels_equal_torchs(kind: Any) -> None:
     for a, b in zip(*ends, strict=True):
         lost = 8 * 2 * EPS[torch.float32] if a.dtype == torch.float32 else 0  # of an update, read off weights up to 2
         torch.testing.assert_close(a, b, rtol=2 * EPS[a.dtype], atol=lost)
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+@pytest.mark.parametrize("kind", ["not finite", "no gradient"])
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_first_step_that_is_not_made_does_not_fix_the_unit(backend: str, kind: str) -> None:
+    """The tuner's launch decides whether a step is made, when the lr unit had been fixed already."""
+    ends = []
+    for has_one in (False, True):
+        p = nn.Parameter(torch.ones(4))
+        optimizer = mechanize(torch.optim.SGD([p], lr=0.01), preset="paper", s_init=1e-3, backend=backend)
+        if has_one:
+            p.grad = torch.full((4,), math.nan) if kind == "not finite" else None
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1.0
+        for _ in range(5):
+            p.grad = p.detach().clone()
+            optimizer.step()
+        ends.append((optimizer.scale.item(), p.tolist()))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_nothing_moves_at_an_lr_of_zero_and_frozen_parameters_never(backend: str) -> None:
+    params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
+    optimizer = mechanize(torch.optim.AdamW(params, lr=0.1), backend=backend)
+    seen = []
+    for step in range(12):
+        params[0].requires_grad_(step < 4)
+        optimizer.param_groups[0]["lr"] = 0.0 if step in (7, 8) else 0.1
+        for p in params:
+            p.grad = p.detach().clone() if p.requires_grad else None
+        optimizer.step()
+        seen.append((params[0].tolist(), params[1].tolist(), optimizer.scale.item()))
+    assert all(frozen == seen[3][0] for frozen, _, _ in seen[3:])
+    assert seen[8][1:] == seen[7][1:] == seen[6][1:]
+    moving = [x for _, x, _ in seen[:7] + seen[9:]]
+    assert all(a != b for a, b in itertools.pairwise(moving[1:]))
