@@ -10,10 +10,13 @@ export MKL_NUM_THREADS ?= 1
 # These run several ranks at a time and want the machine for themselves; the other tests share it.
 ON_RANKS := $(addprefix tests/,deepspeed_plugin distributed lightning transformers_plugin)
 
-.PHONY: help install test lint format demo clean
+.PHONY: help install test test-outside lint format demo clean
 
 help:
 	@echo 'make test     the whole suite; PYTEST_ADDOPTS="-m not\ slow" leaves the long ones out'
+	@echo 'make test-outside'
+	@echo '              the test suites of pytorch_optimizer, torch, Lightning and transformers, mechanized; the last'
+	@echo '              three from checkouts: TORCH=path LIGHTNING=path TRANSFORMERS=path; options by ARGS="--only torch"'
 	@echo 'make lint     ruff and mypy --strict'
 	@echo 'make format   let ruff rewrite the files'
 	@echo 'make demo     a first training run: a table and a picture; options by ARGS="--steps 200"'
@@ -37,6 +40,11 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ON_RANKS)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ON_RANKS))
 
+# Not a part of CI: it needs the network, checkouts and some ten minutes.
+test-outside: $(INSTALLED)
+	$(BIN)/python tests/outside/run.py $(if $(TORCH),--torch $(TORCH)) $(if $(LIGHTNING),--lightning $(LIGHTNING)) \
+		$(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) $(ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -50,4 +58,4 @@ demo: $(INSTALLED)
 	$(BIN)/python -m mechanic_plugins.demo $(ARGS)
 
 clean:
-	rm -rf $(VENV) dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .outside dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
