@@ -3,7 +3,7 @@
     python -m pytest -p mechanized --suite torch test/test_optim.py
 
 While a test runs, `torch.optim.Optimizer.__new__` returns `mechanize(optimizer)` in the place of the optimizer that was
-asked for, so the suite needs no change. Classes stay what they are: only what calling them returns is another. Two kinds
+asked for, so the suite needs no change. Classes stay what they are: only what calling them returns is new. Two kinds
 are left plain: wrappers around a mechanized optimizer, and differentiable=True, which is refused (torch's tests go
 through all options of an optimizer in one test). With the suite "lightning" every Trainer gets the `Mechanic` callback
 instead, through the door that Lightning keeps for callbacks of other packages.
