@@ -4,8 +4,8 @@
 
 Alone, an optimizer runs at its default learning rate and at ten times that, and the better loss counts; mechanized it
 starts from its default. An optimizer is worse when the mechanized loss is more than RATIO times the other on either
-problem, or when it raises. `[[table]]` in expected.toml says which are expected to be, and why; any other that is, and
-any of them that is not, makes the exit status 1.
+problem, or when it raises. `[[table]]` in expected.toml, and its list of what is refused, say which are expected to be,
+and why; any other that is, and any of them that is not, makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from mechanized import expected
+from mechanized import expected, refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -157,6 +157,7 @@ def main(checkout: str, *names: str) -> int:
 
     warnings.simplefilter("ignore")
     reasons = {name: entry["reason"] for entry in expected("table") for name in entry["bases"]}
+    reasons |= {name.lower(): reason for name, reason in refused("pytorch_optimizer").items()}
     unknown = sorted(reasons.keys() - OPTIMIZERS.keys())
     print(f"{'':20}" + "   ".join(f"{p.name + ': alone, mechanized, ratio':29}" for p in problems()))
     rows = []

@@ -9,8 +9,9 @@ through all options of an optimizer in one test). With the suite "lightning" eve
 instead, through the door that Lightning keeps for callbacks of other packages.
 
 `expected.toml` says which tests are expected to fail, and why. They run as strict xfails: one that passes fails the
-run, and so does an entry that fits no test. `--plain` runs the suite without Mechanic: only the entries that are marked
-`alone` are then expected to fail.
+run, and so does an entry that fits no test. It also says which optimizers mechanize() refuses: a test that builds one
+is an xfail too, and the run fails if one of them is not refused. `--plain` runs the suite without Mechanic: only the
+entries that are marked `alone` are then expected to fail.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from torch.optim import Optimizer
 from mechanic_plugins import MechanicOptimizer, mechanize
 
 EXPECTED = Path(__file__).with_name("expected.toml")
-MORE_STEPS = 100
-"""For pytorch_optimizer's tests, which train for five steps at a learning rate that was chosen for these five."""
+MORE_STEPS = 200
+OPTIONS: dict[str, dict[str, Any]] = {"pytorch_optimizer": {"smoothing": 0.9}}
+"""pytorch_optimizer's tests train for five steps at a learning rate that was chosen for these five. They get
+some more, and what the README advises for short runs."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     suite, plain = config.getoption("--suite"), config.getoption("--plain")
     for entry in expected(suite):
-        for pattern in entry["tests"]:
+        for pattern in entry.get("tests", ()):
             found = [item for item in items if matches(pattern, item)]
             if not found:
                 raise pytest.UsageError(f"{EXPECTED.name}, {suite}: no test is called {pattern!r} (any more)")
@@ -64,8 +67,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         if item.config.getoption("--suite") == "lightning":
             _add_callback(patch)
         else:
-            patch.setattr(Optimizer, "__new__", staticmethod(_new_mechanized), raising=False)
+            new = functools.partial(_new_mechanized, suite=item.config.getoption("--suite"))
+            patch.setattr(Optimizer, "__new__", new, raising=False)  # a partial is never bound
         return (yield)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    accepted = sorted(_accepted & refused(session.config.getoption("--suite")).keys())
+    if accepted:
+        print(f"\n{EXPECTED.name} says that mechanize() refuses {', '.join(accepted)}, and it does not (any more)")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def expected(suite: str) -> list[dict[str, Any]]:
@@ -73,12 +84,22 @@ def expected(suite: str) -> list[dict[str, Any]]:
     return list(tomllib.loads(EXPECTED.read_text()).get(suite, []))
 
 
+@functools.cache
+def refused(suite: str) -> dict[str, str]:
+    """The classes that mechanize() is expected to refuse, each with the reason."""
+    return {name: entry["reason"] for entry in expected(suite) for name in entry.get("refused", ())}
+
+
 def matches(pattern: str, item: pytest.Item) -> bool:
     """`*` stands for anything; brackets, of which parametrized names are full, for themselves."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), item.name) is not None
 
 
-def _new_mechanized(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
+_accepted: set[str] = set()
+"""Classes that have been mechanized."""
+
+
+def _new_mechanized(cls: type[Optimizer], *args: Any, suite: str, **kwargs: Any) -> Optimizer:
     """Python calls `__init__` of what this returns only if it is a `cls`."""
     made: Optimizer = object.__new__(cls)
     is_copy = not args and not kwargs  # copy and pickle call it so
@@ -86,7 +107,14 @@ def _new_mechanized(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Optimize
     if is_copy or is_around_another or kwargs.get("differentiable") or issubclass(cls, MechanicOptimizer):
         return made
     made.__init__(*args, **kwargs)  # type: ignore[misc]
-    return mechanize(made)
+    try:
+        mechanized = mechanize(made, **OPTIONS.get(suite, {}))
+    except ValueError:
+        if reason := refused(suite).get(cls.__name__):
+            pytest.xfail(f"{cls.__name__} is refused: {reason}")
+        raise
+    _accepted.add(cls.__name__)
+    return mechanized
 
 
 def _add_callback(patch: pytest.MonkeyPatch) -> None:
