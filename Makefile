@@ -10,11 +10,15 @@ export MKL_NUM_THREADS ?= 1
 # These run several ranks at a time and want the machine for themselves; the other tests share it.
 ON_RANKS := $(addprefix tests/,deepspeed_plugin distributed lightning transformers_plugin)
 
-.PHONY: help install test test-long lint format demo clean
+.PHONY: help install test test-long test-outside lint format demo clean
 
 help:
 	@echo 'make test     the whole suite; PYTEST_ADDOPTS="-m not\ slow" leaves the long ones out'
-	@echo 'make test-long  random training loops, other ones each time, for an hour'
+	@echo 'make test-long'
+	@echo '              random training loops, other ones each time, for an hour'
+	@echo 'make test-outside'
+	@echo '              the test suites of pytorch_optimizer, torch, Lightning and transformers, mechanized; the last'
+	@echo '              three from checkouts: TORCH=path LIGHTNING=path TRANSFORMERS=path; options by ARGS="--only torch"'
 	@echo 'make lint     ruff and mypy --strict'
 	@echo 'make format   let ruff rewrite the files'
 	@echo 'make demo     a first training run: a table and a picture; options by ARGS="--steps 200"'
@@ -41,6 +45,11 @@ test: $(INSTALLED)
 test-long: $(INSTALLED)
 	MECHANIC_EXAMPLES=20 $(BIN)/python -m pytest tests/test_state_machine.py tests/distributed/test_state_machine_on_ranks.py
 
+# Not a part of CI: it needs the network, checkouts and some ten minutes.
+test-outside: $(INSTALLED)
+	$(BIN)/python tests/outside/run.py $(if $(TORCH),--torch $(TORCH)) $(if $(LIGHTNING),--lightning $(LIGHTNING)) \
+		$(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) $(ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -54,4 +63,4 @@ demo: $(INSTALLED)
 	$(BIN)/python -m mechanic_plugins.demo $(ARGS)
 
 clean:
-	rm -rf $(VENV) dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .outside dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
