@@ -92,7 +92,8 @@ def _twin(p: Tensor, copy: Tensor) -> Tensor:
         twin = type(sharded).from_local(
             copy, sharded.device_mesh, sharded.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
-    vars(twin).update(vars(p))
+    for name, value in vars(p).items():  # a DTensor's hold its local tensor: the twin has its own
+        vars(twin).setdefault(name, value)
     twin.requires_grad_(p.requires_grad)
     return twin  # type: ignore[no-any-return]
 
