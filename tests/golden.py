@@ -130,23 +130,25 @@ def result(model: nn.Module, opt: MechanicOptimizer) -> dict[str, Any]:
 def assert_continues(found: dict[str, Any], version: str, name: str, dtype: torch.dtype) -> None:
     """To the last bit with the torch and the kind of CPU that recorded it.
 
-    Others may add in another order, and end exp and log in another bit.
+    Others may add in another order, and end exp and log in another bit. 16-bit weights are within one rounding, with an
+    equal scale: 0.1 let the base round its update to 16 bits, later versions step float32 copies.
     """
     recorded = json.loads((FOLDER / version / "expected.json").read_text())
     expected = recorded["cases"][name]
     assert found["steps"] == expected["steps"]
-    if recorded["made_with"] == made_with():
+    if recorded["made_with"] == made_with() and dtype != torch.bfloat16:
         assert found == expected
         return
-    for key in found["weights"]:
-        _assert_close(found["weights"][key], expected["weights"][key], dtype)
-    _assert_close(found["scales"], expected["scales"], dtype)
-
-
-def _assert_close(found: list[float], expected: list[float], dtype: torch.dtype) -> None:
     tolerance = 1e-9 if dtype == torch.float64 else 1e-5
+    for key in found["weights"]:
+        rounding = torch.finfo(dtype).eps if dtype == torch.bfloat16 else tolerance
+        _assert_close(found["weights"][key], expected["weights"][key], rounding)
+    _assert_close(found["scales"], expected["scales"], tolerance)
+
+
+def _assert_close(found: list[float], expected: list[float], tolerance: float) -> None:
     a, b = (torch.tensor(numbers, dtype=torch.float64) for numbers in (found, expected))
-    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=1e-3 * tolerance)
 
 
 def made_with() -> dict[str, str]:
