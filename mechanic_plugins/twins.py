@@ -7,6 +7,7 @@ state is kept in the dtypes that it has without Mechanic: plain checkpoints and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,6 +28,10 @@ __all__ = ["DiscardingPiece", "TwinPiece", "in_the_place_of", "piece_for", "sync
 Pairs = Sequence[tuple[Tensor, Tensor]]
 _BYTES = 8
 """A twin, its gradient and two moments take 16 bytes for each 2 of the weights."""
+
+
+_SCALARS = ("step", "mu_product", "eta", "mu")
+"""What torch's optimizers keep as one float32 number for a parameter."""
 
 
 def piece_for(base: Optimizer, entries: Sequence[Entry], *, by_kernels: bool) -> Piece:
@@ -150,7 +155,8 @@ def _take_back(base: Optimizer, p: Tensor, twin: Tensor) -> None:
     for name in [name for name in kept if name not in stepped and not name.startswith(PREFIX)]:
         del kept[name]
     for name, value in stepped.items():
-        kept[name] = _mapped(lambda new, old: _narrow(new, old, p.dtype), value, kept.get(name))
+        like = None if p.dim() == 0 and name in _SCALARS else p
+        kept[name] = _mapped(functools.partial(_narrow, like=like), value, kept.get(name))
 
 
 def _mapped(change: Callable[..., Tensor], value: Any, other: Any = None) -> Any:
@@ -172,10 +178,15 @@ def _wide(value: Tensor, _: Any) -> Tensor:
     return value.to(torch.float32) if is_plain and needs_reference(value.dtype) else value
 
 
-def _narrow(new: Tensor, old: Any, dtype: torch.dtype) -> Tensor:
-    """The dtype it had; what is new gets the parameter's, as if made like it, or loaded by torch, except scalars."""
+def _narrow(new: Tensor, old: Any, *, like: Tensor | None) -> Tensor:
+    """The dtype it had; what is new gets the parameter's, as if made like it, or loaded by torch, except scalars.
+
+    A parameter without dimensions has moments without any: the names of torch's scalars tell them apart.
+    """
     if isinstance(old, Tensor):
         if new is old or not needs_reference(old.dtype):
             return new
         return old.copy_(new) if old.shape == new.shape else new.to(old.dtype)
-    return new.to(dtype) if new.dim() and new.dtype == torch.float32 else new
+    if like is None or new.dtype != torch.float32 or (new.dim() == 0 and like.dim() > 0):
+        return new
+    return new.to(like.dtype)

@@ -499,3 +499,18 @@ def test_memory_can_be_estimated_with_fake_tensors() -> None:
             opt.step()
             kept = [set(opt.state[p]) for p in model.parameters()]
             assert kept == [{"step", "exp_avg", "exp_avg_sq", DELTA}] * 2
+
+
+@pytest.mark.parametrize("base", ["RMSprop", "RAdam", "NAdam"])
+def test_the_moments_of_a_16_bit_number_survive_a_checkpoint(base: str) -> None:
+    """Without dimensions they were taken for counters, kept in float32, and rounded when torch loaded them."""
+    p = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+    opts = [mechanize(getattr(torch.optim, base)([q], lr=0.1)) for q in (p, p)]
+    for step in range(4):
+        p.grad = torch.full_like(p, 0.3 + step)
+        opts[0].step()
+    opts[1].load_state_dict(copy.deepcopy(opts[0].state_dict()))
+    moments = [{k: v for k, v in opt.state[p].items() if k not in ("step", "mu_product")} for opt in opts]
+    assert moments[0].keys() == moments[1].keys()
+    assert all(torch.equal(moments[0][name], moments[1][name]) for name in moments[0])
+    assert opts[0].state[p]["step"].dtype == torch.float32

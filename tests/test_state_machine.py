@@ -36,7 +36,7 @@ TOLERANCE = 1e-8
 ROUNDED = {"NAdam": ["mu_product"], "ASGD": ["eta", "mu"]}
 """What torch keeps in float32, and casts to the weights' dtype when it is loaded: a base alone is not the same then."""
 TOLERANCE_OF_ROUNDED = 1e-5
-WALKING_MEMORY = ("fused", "auto")
+WALKING_MEMORY = ("fused",)
 """torch's fused kernels take moments, weights and gradients for rows in one order."""
 COUNTERS = ("mechanic_skipped",)
 HUGE = 1e6
