@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
     first_move: float | None
     s_decay: float | None
     eps: float | None
-    rule: Rule
+    rule: Rule | None
     preset: Preset | None
     normalize_lr: bool
     smoothing: float | None
@@ -52,7 +52,7 @@ def mechanize(
     first_move: float | None = None,
     s_decay: float | None = None,
     eps: float | None = None,
-    rule: Rule = "paper",
+    rule: Rule | None = None,
     preset: Preset | None = None,
     normalize_lr: bool = True,
     smoothing: float | None = None,
@@ -77,19 +77,18 @@ def mechanize(
 
     Args:
         optimizer: Any torch optimizer, or its class.
-        betas: The memories of the tuners whose bets are added up.
+        betas: One discount factor per bettor; their scales are summed.
         s_init: The first scale ["auto": the first move is the share `first_move` of the weights' norm].
         first_move: See s_init [1e-3].
         s_decay: The paper's lambda, a pull on the scale towards small weights [0].
-        eps: Guards a division [1e-8].
-        rule: Which published tuner: "paper", "experiments", "optax" or "theory".
-        preset: "paper" sets the paper's constants.
+        eps: Added to sqrt(v) [0].
+        rule: "optimistic", or a published tuner with the constants it was published with: "paper", "experiments",
+            "optax" or "theory" ["optimistic"].
+        preset: "paper" sets the paper's rule and constants, "0.1" what version 0.1 of this package did by default.
         normalize_lr: Let the result not depend on the base's lr: the constants above are stated for an lr of 1.
-        smoothing: Play a log-average of the scale; 0 plays it as it is [0.97; 0 with a rule other than "paper"].
-        hindsight: The share of a change of scale that the updates of the past follow: 1 plays all of them again at the
-            new scale, as published; 0 leaves the weights where they are [0.3; 1 with a rule other than "paper"].
-        own_warmup: Let the scale's own rise take the place of a schedule's warm-up: as the base's lr rises above all
-            earlier ones, the scale falls by as much [True; False with a rule other than "paper"].
+        smoothing: Play a log-average of the scale; 0 plays it as it is [0.97].
+        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.3].
+        own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
         scope: "all" learns one scale, "group" one for each param group.
         max_scale: Never play a scale above this.
         group: The ranks that share the parameters, where that is not all ranks.

@@ -174,7 +174,7 @@ def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> st
 
 def _is_torchs(kind: type[Optimizer], names: tuple[str, ...]) -> bool:
     """Whether the class is one of these of torch, or a subclass that overrides nothing but its constructor."""
-    known = next(parent for parent in kind.__mro__ if parent.__module__.startswith("torch.optim."))
+    known = next(parent for parent in kind.__mro__ if parent.__module__.startswith("torch.optim"))
     if known.__name__ not in names or known is not getattr(torch.optim, known.__name__, None):
         return False
     below = kind.__mro__[: kind.__mro__.index(known)]

@@ -53,6 +53,8 @@ class Progress:
     unit_since: Tensor | None = field(default=None, repr=False)
     """The steps that were made before the unit was set; None once one was made with it."""
     frozen: bool = False
+    lr_refs: dict[int, float] = field(default_factory=dict)
+    """Each param group's first learning rate above 0, by its place: what a schedule multiplies."""
     seen: tuple[object, ...] = field(default=(), repr=False)
     """The lists that `write` left in the groups: another one there means that somebody loaded state."""
 
@@ -88,7 +90,7 @@ def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settin
             home[PREFIX + name] = values if name not in SCALARS else values[0]
         group[PREFIX + "steps"], group[PREFIX + "skipped"] = int(next(numbers)), int(next(numbers))
         group[PREFIX + "unit"], group[PREFIX + "frozen"] = progress.unit, progress.frozen
-        group[HEADER] = about._replace(later=later).dump()
+        group[HEADER] = about._replace(later=later, lr_ref=progress.lr_refs.get(index)).dump()
     progress.seen = tuple(group[PREFIX + "s"] for group in groups)
 
 
@@ -104,6 +106,9 @@ def read(
     progress.tuner = _tuner(records[:tuners], progress.tuner)
     progress.steps, progress.skipped = progress.steps + first.steps, progress.skipped + first.skipped
     progress.unit, progress.frozen = first.unit, first.frozen
+    if "gradients" not in first.numbers:  # a file of format 1: as far as the steps tell
+        progress.tuner = progress.tuner._replace(gradients=torch.full_like(progress.tuner.gradients, first.steps))
+    progress.lr_refs = {index: ref for index, record in enumerate(records) if (ref := record.header.lr_ref)}
     progress.seen = tuple(group[PREFIX + "s"] for group in groups)
     return progress, notice(first.header, settings)
 

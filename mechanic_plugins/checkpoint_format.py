@@ -26,11 +26,14 @@ PREFIX = "mechanic_"
 FORMAT = 2
 HEADER = PREFIX + "tuners"
 
-SINCE: dict[str, int] = dict.fromkeys(("s", "r", "m", "v", "q", "w0", "s_init", "played", "h", "lr"), 1)
+SINCE: dict[str, int] = dict.fromkeys(("s", "r", "m", "v", "q", "w0", "s_init", "played", "h", "lr"), 1) | {
+    "gradients": 2,
+    "longest": 2,
+}
 """The format that brought each field of the tuner; FORMAT for one that is not listed."""
 _OPTIONAL_IN_FORMAT_1 = ("lr",)
 _THEORY_ONLY = ("q", "w0")
-_NEVER_NEGATIVE = ("m", "v", "s_init", "played", "lr")
+_NEVER_NEGATIVE = ("m", "v", "s_init", "played", "lr", "gradients", "longest")
 
 
 class Header(NamedTuple):
@@ -41,6 +44,8 @@ class Header(NamedTuple):
     settings: dict[str, Any] | None = None
     delta_unit: float | None = None
     later: dict[str, Any] = {}  # noqa: RUF012  fields of the tuner that format 1 had no key for
+    lr_ref: float | None = None
+    """The group's first learning rate above 0."""
 
     def dump(self) -> str:
         return json.dumps(self._asdict())
@@ -115,7 +120,8 @@ def parse_header(value: object) -> Header:
 
 
 def _is_sound(header: Header) -> bool:
-    numbers = (header.format, header.tuners, header.delta_unit)
+    numbers: list[object] = [header.format, header.tuners, header.delta_unit]
+    numbers += [] if header.lr_ref is None else [header.lr_ref]
     return (
         all(isinstance(number, (int, float)) and 0 < number < math.inf for number in numbers)
         and isinstance(header.settings, dict)

@@ -7,27 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from mechanic_plugins.checkpoint_format import Header
-from mechanic_plugins.settings import PRESETS, Settings
+from mechanic_plugins.settings import Settings
 
-__all__ = ["ADDED_LATER", "DEFAULTS_OF_0_1", "notice", "portable"]
+__all__ = ["ADDED_LATER", "notice", "portable"]
 
-DEFAULTS_OF_0_1: dict[str, Any] = {
-    "betas": [0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999],
-    "s_init": "auto",
-    "first_move": 1e-3,
-    "s_decay": 0.0,
-    "eps": 1e-8,
-    "rule": "paper",
-    "smoothing": 0.97,
-    "hindsight": 0.3,
-    "own_warmup": True,
-    "max_scale": None,
-    "scope": "all",
-    "normalize_lr": True,
-}
-_OTHER_RULES_OF_0_1 = {"smoothing": 0.0, "hindsight": 1.0, "own_warmup": False}
 ADDED_LATER: dict[str, Any] = {}
-"""Settings that 0.1 did not have, each with the value at which the tuner does what it did before the setting came."""
+"""Settings that format 2 did not have at first, each with the value that leaves the tuner as it was before."""
 
 
 def portable(settings: Settings) -> dict[str, Any]:
@@ -38,7 +23,7 @@ def portable(settings: Settings) -> dict[str, Any]:
 def notice(header: Header, settings: Settings) -> str | None:
     """What the user should know about the settings; None if they are those of the checkpoint."""
     if header.settings is None:
-        return _notice_of_changed_defaults(settings)
+        return _notice_of_changed_rule(settings)
     ours = portable(settings)
     theirs = {**ADDED_LATER, **header.settings}
     changed = {name: old for name, old in theirs.items() if name in ours and ours[name] != old}
@@ -50,21 +35,14 @@ def notice(header: Header, settings: Settings) -> str | None:
     )
 
 
-def _notice_of_changed_defaults(settings: Settings) -> str | None:
-    """0.1 saved no settings: speak up only where the value in force is a default that has changed since."""
-    ours = portable(settings)
-    if all(ours[name] == value for name, value in PRESETS["paper"].items()):
-        return None
-    now = portable(Settings.from_preset(None, rule=settings.rule))
-    then = {**ADDED_LATER, **DEFAULTS_OF_0_1, **({} if settings.rule == "paper" else _OTHER_RULES_OF_0_1)}
-    del then["rule"]  # 0.1's files are read by the rule they were made with, or refused
-    changed = {name: old for name, old in then.items() if ours[name] == now[name] != old}
-    if not changed:
+def _notice_of_changed_rule(settings: Settings) -> str | None:
+    """0.1 saved no settings. A published rule is chosen on purpose; the default is another one now."""
+    if settings.rule != "optimistic":
         return None
     return (
-        f"the checkpoint is of mechanic-plugins 0.1, which saved no settings, and defaults have changed since: "
-        f"{_listed(changed, ours)}. The new ones are in force from here on. If it was trained with the old defaults, "
-        f"pass mechanize(..., {_as_call(changed)}) to continue as before."
+        "the checkpoint is of mechanic-plugins 0.1, which saved no settings, and the default rule has changed since. "
+        "The new one is in force from here on. If it was trained with the defaults of 0.1, pass "
+        "mechanize(..., preset='0.1') to continue as before."
     )
 
 

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mechanic_plugins import tuner
 from mechanic_plugins.settings import Settings
 from mechanic_plugins.tuner import SCALARS, TunerState, column
 
 __all__ = ["advance", "constants_of"]
 
 _VECTORS = len(TunerState._fields) - len(SCALARS)
-_RULES = ("paper", "experiments", "optax", "theory")
+_RULES = ("paper", "experiments", "optax", "theory", "optimistic")
 
 
 def advance(
@@ -75,6 +76,11 @@ def advance(
         HINDSIGHT=settings.hindsight != 1,
         RESTATES=settings.own_warmup,
         LR_AS_NUMBER=isinstance(lr, float),
+        LOSS_WEIGHT=tuner.LOSS_WEIGHT,
+        RELATIVE_EPS=tuner.RELATIVE_EPS,
+        START=tuner.START,
+        WINDOW=tuner.WINDOW,
+        OUTLIER=tuner.OUTLIER,
         NUMBERS=_power(tuners * 5 + 1),
         n=n,
         N=_power(n),
@@ -99,7 +105,7 @@ def _packed(state: TunerState) -> Tensor:
     base = state.s._base
     if (
         base is not None
-        and state.lr._base is base
+        and state.longest._base is base
         and base.dim() == 1
         and state.s.stride(0) == _width(state.s.shape[1])
     ):

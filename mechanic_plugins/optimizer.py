@@ -6,7 +6,6 @@ decision, the base's step and Mechanic's move.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from mechanic_plugins.multi_tensor import is_capturing
 from mechanic_plugins.passes import Passes
 from mechanic_plugins.pieces import Closure, Decision, Entry, complete, conform
 from mechanic_plugins.reduction import Identity
+from mechanic_plugins.schedule_level import Schedule
 from mechanic_plugins.sharding import (
     Counting,
     align_gradients,
@@ -34,7 +34,20 @@ from mechanic_plugins.sharding import (
 )
 from mechanic_plugins.slots import Slot
 from mechanic_plugins.storage import refuse_overlaps
-from mechanic_plugins.tuner import SUMS, Sums, advance, column, keep_where, kept_share, restated
+from mechanic_plugins.tuner import (
+    SUMS,
+    Sums,
+    TunerState,
+    advance,
+    column,
+    fresh,
+    gradient_limit,
+    keep_where,
+    kept_share,
+    noted,
+    restated,
+    was_outlier,
+)
 from mechanic_plugins.wrapper import Group, Wrapper
 
 __all__ = ["MechanicOptimizer"]
@@ -52,6 +65,7 @@ class MechanicOptimizer(Wrapper):
         self._counted: tuple[tuple[int, ...], Counting] | None = None
         self._passes = Passes(self.base, self.backend)
         self._fused = False
+        self._calls = 0
         self._decision: Decision | None = None
         self.count: Callable[[Sequence[Tensor]], Counting] | None = None
         """How an engine that has cut the parameters up adds its pieces up."""
@@ -72,6 +86,10 @@ class MechanicOptimizer(Wrapper):
         if is_fake(params):  # nothing can be learned from tensors without data; what a step allocates can be counted
             self._make_dry_run()
             return loss
+        self._calls += 1
+        return self._train(closure, loss, params)
+
+    def _train(self, closure: Closure | None, loss: Any, params: Sequence[Tensor]) -> Any:
         progress = self._progress
         plan = self._passes.plan(_ids_of_moving(params), lambda: self._entries(progress, params))
         self._fused = plan.is_fused
@@ -82,11 +100,36 @@ class MechanicOptimizer(Wrapper):
                 sums = plan.sums(tuners=len(progress.tuner.s), device=progress.tuner.s.device)
                 reduced = reduction.start(sums)
                 started = plan.start(closure)
-                decision = self._decided(reduced(), progress)
+                sums = reduced()
+                if self._was_false_start(sums, progress):
+                    self._forget_start(progress)
+                    return self._train(closure, loss, params)
+                decision = self._decided(sums, progress)
             if decision.moves is False:
                 return loss
             result = plan.play(decision, unit=self._delta_unit(progress), closure=closure, started=started)
         return result if loss is None else loss
+
+    def _was_false_start(self, vector: Tensor, progress: Progress) -> bool:
+        """Whether the one gradient so far was an outlier beside this one. The weights have not moved yet.
+
+        On a GPU, which would have to be waited for, only the second call looks.
+        """
+        on_cpu = vector.device.type == "cpu"
+        if self.settings.rule != "optimistic" or not (on_cpu or self._calls == 2) or is_capturing(vector.device):
+            return False
+        if self.base.state and not all(DELTA in known for known in self.base.state.values()):
+            return False  # what a base has made by itself, it would miss
+        norms = Sums.of(vector[:-1].view(-1, len(SUMS))).gg.sqrt()
+        is_second = progress.tuner.gradients.max() == 1
+        return bool(is_second & was_outlier(progress.tuner.longest, norms).any())
+
+    def _forget_start(self, progress: Progress) -> None:
+        """Begins anew with this step: the outlier would stay in the base's moments, and in delta."""
+        self.state.clear()
+        self._passes = Passes(self.base, self.backend)  # the plans hold what was cleared
+        progress.tuner = fresh(self._constants(progress), tuners=len(progress.tuner.s), device=progress.tuner.s.device)
+        progress.steps = torch.zeros_like(progress.steps)
 
     def decide(self, sums: Tensor) -> Decision:
         """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
@@ -95,12 +138,13 @@ class MechanicOptimizer(Wrapper):
     def _decided(self, sums: Tensor, progress: Progress) -> Decision:
         if self._passes.uses_kernels(sums.device):
             return self._decided_on_gpu(sums, progress)
+        old = progress.tuner
         moves = self._is_made(sums, progress)
-        before = progress.tuner.played
+        before = old.played
         kept = torch.ones_like(before)
         if moves is not False:
             self._note_lrs()
-            kept = self._advance_tuner(sums, moves, progress)
+            kept = self._advance_tuner(sums, moves, progress, old)
         return Decision(moves, before[:, 0], progress.tuner.played[:, 0], kept[:, 0])
 
     def _decided_on_gpu(self, sums: Tensor, progress: Progress) -> Decision:
@@ -195,30 +239,44 @@ class MechanicOptimizer(Wrapper):
 
         On a GPU with a base that cannot, this waits for the device: the one synchronisation of a step.
         """
+        finite = vector.isfinite().all()
+        has_gradients = finite & (vector[-1] > 0)
+        fits = finite & ~self._is_outlier(vector, has_gradients, progress)
         if vector.device.type == "cpu":
-            *sums, gradients = vector.tolist()
-            is_finite = all(map(math.isfinite, sums))
-            if not is_finite:
+            if not fits:
                 progress.skipped = progress.skipped + 1
                 self._warn_of_skips(progress)
-            return is_finite and gradients > 0
-        finite = vector.isfinite().all()
-        progress.skipped = progress.skipped + ~finite
-        return self._made_known(finite & (vector[-1] > 0), progress)
+            return bool(has_gradients & fits)
+        progress.skipped = progress.skipped + ~fits
+        return self._made_known(has_gradients & fits, progress)
 
-    def _advance_tuner(self, vector: Tensor, moves: bool | Tensor, progress: Progress) -> Tensor:
-        """Returns what delta is multiplied by."""
-        old = progress.tuner
-        lr = column(self._tuned_lrs(progress), vector.device)
+    def _is_outlier(self, vector: Tensor, has_gradients: Tensor, progress: Progress) -> Tensor:
+        """Whether the gradient is far longer than all before it; the tuner remembers the longest, skipped or not."""
+        if self.settings.rule != "optimistic":
+            return torch.zeros_like(has_gradients)
+        norms = Sums.of(vector[:-1].view(-1, len(SUMS))).gg.sqrt()
+        is_outlier, longest = gradient_limit(progress.tuner.longest, norms)
+        longest = torch.where(has_gradients, longest, progress.tuner.longest)
+        progress.tuner = progress.tuner._replace(longest=longest)
+        return has_gradients & is_outlier.any()
+
+    def _advance_tuner(self, vector: Tensor, moves: bool | Tensor, progress: Progress, old: TunerState) -> Tensor:
+        """Returns what delta is multiplied by. `old` is the tuner before it met this step's gradient."""
+        lr, skipped = column(self._tuned_lrs(progress), vector.device), progress.tuner
+        settings, sums, fall = self.settings, Sums.of(vector[:-1].view(-1, len(SUMS))), torch.ones_like(lr)
         if self._resolve_unit(progress) and not self._holds(progress):
             settings = self._constants(progress)
-            state, sums, fall = restated(old, Sums.of(vector[:-1].view(-1, len(SUMS))), lr)
-            new = advance(state, sums, settings=settings, betas=self._on_device(settings.betas, vector.device))
+            state = noted(old, lr)
+            if settings.own_warmup:
+                state, sums, fall = restated(old, sums, lr)
+            betas = self._on_device(settings.betas, vector.device)
+            new = advance(state, sums, settings=settings, betas=betas, lr=lr)
             kept = kept_share(state, new, hindsight=settings.hindsight) / fall
         else:
-            new, kept = old._replace(lr=torch.where(lr > old.lr, lr, old.lr)), torch.ones_like(lr)
+            new, kept = noted(old, lr), torch.ones_like(lr)
+        new = new._replace(longest=skipped.longest)
         if isinstance(moves, Tensor):
-            new, kept = keep_where(moves, new, old), torch.where(moves, kept, 1.0)
+            new, kept = keep_where(moves, new, skipped), torch.where(moves, kept, 1.0)
         progress.tuner, progress.steps = new, progress.steps + moves
         return kept
 
@@ -230,17 +288,17 @@ class MechanicOptimizer(Wrapper):
         """
         if progress.frozen:
             return True
-        obeys = self.settings.rule in ("paper", "theory") and not bases.ignores_a_schedule(self.base)
+        obeys = self.settings.rule in ("optimistic", "paper", "theory") and not bases.ignores_a_schedule(self.base)
         return obeys and self._has_lr_zero()
 
     def _tuned_lrs(self, progress: Progress) -> list[float | Tensor]:
-        """For each tuner the base's lr in this step, the highest of its groups; 0 where a warm-up is left alone."""
-        lrs: list[float | Tensor] = [0.0] * len(progress.tuner.s)
-        if self.settings.own_warmup and not bases.ignores_a_schedule(self.base):
+        """For each tuner where its groups' schedule stands, as a learning rate; 0 for a base that ignores one."""
+        tuned: list[Schedule] = [Schedule() for _ in progress.tuner.s]
+        if not bases.ignores_a_schedule(self.base):
             for group in self.param_groups:
-                row = self._row(group, progress)
-                lrs[row] = _higher(lrs[row], group.get("lr"))
-        return lrs
+                index = progress.row_of(group) or 0
+                tuned[self._row(group, progress)].add(group, progress.lr_refs, index)
+        return [schedule.lr() for schedule in tuned]
 
     # ---------------------------------------------------------------- the dry run of torch.distributed.checkpoint
 
@@ -303,19 +361,6 @@ def _tuner_restored_on_error(progress: Progress) -> Iterator[None]:
     except BaseException:
         progress.tuner, progress.steps = tuner, steps
         raise
-
-
-def _higher(a: float | Tensor, b: float | Tensor | None) -> float | Tensor:
-    """Of two learning rates, without waiting for a device; a base may have none."""
-    if b is None:
-        return a
-    if not isinstance(b, Tensor) or b.device.type == "cpu":
-        b = float(b)
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.maximum(a, b)
-    if isinstance(b, Tensor):
-        return b.clamp(min=a)
-    return a.clamp(min=b) if isinstance(a, Tensor) else max(a, b)
 
 
 def _counters(progress: Progress) -> Tensor:

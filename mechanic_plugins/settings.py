@@ -12,17 +12,35 @@ from typing import Any, Literal, get_args
 
 __all__ = ["PRESETS", "Preset", "Rule", "Scope", "Settings"]
 
-Preset = Literal["paper"]
-Rule = Literal["paper", "experiments", "optax", "theory"]
+Preset = Literal["paper", "0.1"]
+Rule = Literal["optimistic", "paper", "experiments", "optax", "theory"]
 Scope = Literal["all", "group"]
 
 _AS_PUBLISHED: dict[str, Any] = {"smoothing": 0.0, "hindsight": 1.0, "own_warmup": False}
-"""With a rule other than "paper" too: those are there to be compared with what was published."""
-PRESETS: dict[str, dict[str, Any]] = {
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "optimistic": {},
     "paper": {"s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, **_AS_PUBLISHED},
+    "experiments": {"s_init": 1e-8, "s_decay": 0.01, "eps": 1e-10, **_AS_PUBLISHED},
+    "optax": {"s_init": 1e-6, "s_decay": 0.01, "eps": 1e-8, **_AS_PUBLISHED},
+    "theory": {"s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8, **_AS_PUBLISHED},
 }
-_LEFT_OPEN = ("s_init", "first_move", "s_decay", "eps", "smoothing", "hindsight", "own_warmup")
-"""What may be None: the preset's value then, or the default."""
+"""The constants that each rule was published with."""
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"rule": "paper", **PUBLISHED["paper"]},
+    "0.1": {
+        "rule": "paper",
+        "s_init": "auto",
+        "first_move": 1e-3,
+        "s_decay": 0.0,
+        "eps": 1e-8,
+        "smoothing": 0.97,
+        "hindsight": 0.3,
+        "own_warmup": True,
+    },
+}
+"""The paper's constants, and what version 0.1 of this package did by default."""
+_LEFT_OPEN = ("rule", "s_init", "first_move", "s_decay", "eps", "smoothing", "hindsight", "own_warmup")
+"""May be None: the preset's value then, or the rule's, or the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +51,8 @@ class Settings:
     s_init: float | Literal["auto"] = "auto"
     first_move: float = 1e-3
     s_decay: float = 0.0
-    eps: float = 1e-8
-    rule: Rule = "paper"
+    eps: float = 0.0
+    rule: Rule = "optimistic"
     smoothing: float = 0.97
     hindsight: float = 0.3
     own_warmup: bool = True
@@ -52,14 +70,16 @@ class Settings:
                 "norm that the first move makes with s_init='auto'. The default is 1e-3."
             )
         _check_number("s_decay", self.s_decay, low=0.0, why="it is the weight of a norm penalty", out="0 turns it off")
-        _check_number("eps", self.eps, low=0.0, why="it guards a division by sqrt(v)", out="the paper's value is 1e-8")
+        _check_number(
+            "eps", self.eps, low=0.0, why="it is added to the divisor sqrt(v)", out="the paper's value is 1e-8"
+        )
         _check_number(
             "smoothing",
             self.smoothing,
             low=0.0,
             high=1.0,
             why="it is the weight of the past in a moving average",
-            out="0 turns it off, 0.97 averages over about 30 steps",
+            out="0 turns it off, 0.97 averages over about 33 steps",
         )
         if not (_is_number(self.hindsight) and 0 <= self.hindsight <= 1):
             raise ValueError(
@@ -76,12 +96,12 @@ class Settings:
         if self.rule == "theory" and self.hindsight != 1:
             raise ValueError(
                 f"hindsight must be 1 with rule='theory', got {self.hindsight!r}: the rule's bound is for weights that "
-                "are all played again at the new scale. Use rule='paper', or hindsight=1."
+                "are all played again at the new scale. Use the default rule, or hindsight=1."
             )
         if self.rule == "theory" and self.smoothing:
             raise ValueError(
                 f"smoothing must be 0 with rule='theory', got {self.smoothing!r}: a smoothed bet may exceed the wealth "
-                "that the rule's bound allows, and the wealth then falls below 0. Use rule='paper', or smoothing=0."
+                "that the rule's bound allows, and the wealth then falls below 0. Use the default rule, or smoothing=0."
             )
         if self.max_scale is not None and not (_is_number(self.max_scale) and 0 < self.max_scale < math.inf):
             raise ValueError(
@@ -91,7 +111,7 @@ class Settings:
         if self.rule == "theory" and self.own_warmup:
             raise ValueError(
                 f"own_warmup must be False with rule='theory', got {self.own_warmup!r}: the rule's bound is for bets "
-                "that are never restated. Use rule='paper', or own_warmup=False."
+                "that are never restated. Use the default rule, or own_warmup=False."
             )
         for name in ("normalize_lr", "own_warmup"):
             if not isinstance(getattr(self, name), bool):
@@ -99,10 +119,10 @@ class Settings:
 
     @classmethod
     def from_preset(cls, preset: str | None = None, **values: Any) -> Settings:
-        """Settings from a preset's constants, or from those that go with the rule; a constant that is not None wins."""
+        """Settings from a preset's constants, or those the rule was published with; a value that is not None wins."""
         chosen = {name: value for name, value in values.items() if value is not None or name not in _LEFT_OPEN}
         if preset is None:
-            constants = {} if chosen.get("rule", "paper") == "paper" else _AS_PUBLISHED
+            constants = PUBLISHED.get(chosen.get("rule", "optimistic"), {})
         else:
             _check_choice("preset", preset, tuple(PRESETS))
             constants = PRESETS[preset]

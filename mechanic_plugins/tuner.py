@@ -12,8 +12,17 @@ and moves n coin bettors, one for each beta (Algorithm 1):
     r = max(0, beta * r - s * h)                the reward of what was bet
     s = (s_init * m / n + r) / (sqrt(v) + eps)  the next bet; S = sum(s)
 
-Three things go beyond the paper: `smoothing` plays a log-average of S, with a `hindsight` below 1 the weights follow
-a change of S only in part (`kept_share`), and `own_warmup` keeps a schedule's warm-up out of it (`restated`).
+That is `rule="paper"`. The default, `rule="optimistic"`, differs in these ways, each for a reason that was measured:
+
+- A loss (h > 0) counts less than a gain while the learning rate is near its peak, since much of it is noise that the
+  schedule's fall will remove: `loss_weight`.
+- sqrt(v) has a floor relative to the longest memory's, instead of an absolute eps: near zero loss h fades away, and a
+  bettor with a short memory would raise its bet without limit. So nothing depends on the scale of the loss either.
+- The first bet is placed after `START` gradients, not one, and is measured again as long as the updates grow.
+- A gradient `OUTLIER` times as long as any before it is skipped, like one that is not finite: `gradient_limit`.
+
+Three options go beyond the paper with any rule: `smoothing` plays a log-average of S, with a `hindsight` below 1 the
+weights follow a change of S only in part (`kept_share`), and `own_warmup` cancels a schedule's warm-up (`restated`).
 
 The paper's letters live in this module only: elsewhere S is `scale`, Delta is `delta`, lambda is `s_decay`.
 
@@ -32,17 +41,36 @@ from torch import Tensor
 from mechanic_plugins.settings import Settings
 
 __all__ = [
+    "LOSS_WEIGHT",
+    "OUTLIER",
+    "RELATIVE_EPS",
     "SCALARS",
+    "START",
     "SUMS",
+    "WINDOW",
     "Sums",
     "TunerState",
     "advance",
     "column",
     "fresh",
+    "gradient_limit",
     "keep_where",
     "kept_share",
+    "noted",
     "restated",
+    "was_outlier",
 ]
+
+LOSS_WEIGHT = 0.1
+"""The optimistic rule: how much a loss counts beside a gain, at the peak of the schedule."""
+RELATIVE_EPS = 1e-3
+"""The optimistic rule: the floor under sqrt(v), as a share of the largest of all bettors."""
+START = 2
+"""The optimistic rule: how many gradients come before the first bet."""
+WINDOW = 8
+"""The optimistic rule smooths over an eighth of the steps so far, until `smoothing` limits it."""
+OUTLIER = 100.0
+"""The optimistic rule: a gradient that much longer than any before it is skipped."""
 
 SUMS = ("dg", "gg", "xx", "dx", "dd")
 """The five inner products a step needs, of delta (d), gradient (g) and weights (x), in this order."""
@@ -67,7 +95,8 @@ class TunerState(NamedTuple):
     """All that the tuner remembers.
 
     `q` and `w0` serve `rule="theory"` alone and are zero elsewhere. `played` is the scale that made the current
-    weights, `h` what the last step saw, `lr` the base's highest learning rate so far (0 without `own_warmup`).
+    weights, `h` what the last step saw, `lr` the base's highest learning rate so far, `gradients` the number of
+    those that were not zero, and `longest` the norm of the longest.
     """
 
     s: Tensor
@@ -80,9 +109,11 @@ class TunerState(NamedTuple):
     played: Tensor
     h: Tensor
     lr: Tensor
+    gradients: Tensor
+    longest: Tensor
 
 
-SCALARS = ("s_init", "played", "h", "lr")
+SCALARS = ("s_init", "played", "h", "lr", "gradients", "longest")
 """The fields of `TunerState` that hold one number for each tuner."""
 
 
@@ -105,21 +136,40 @@ def fresh(settings: Settings, *, tuners: int, device: torch.device) -> TunerStat
     return TunerState(**zeros)
 
 
-def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor) -> TunerState:
+def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor, lr: Tensor) -> TunerState:
     """One step of the tuner: what it will play next, given the sums at the weights it plays now.
 
     Args:
-        state: The tuner before the step.
+        state: The tuner before the step, its `lr` the highest so far, this step's included.
         sums: The inner products over all parameters of all shards.
         settings: The constants, in the units of delta.
         betas: `settings.betas` as a tensor on the state's device, so that no step copies it there.
+        lr: The base's learning rate in this step, of shape (tuners, 1).
     """
     h = _hypergradient(state, sums, s_decay=settings.s_decay)
-    s_init = _initial_scale(state, sums, settings)
-    bets = _RULES[settings.rule](state._replace(s_init=s_init), h, _placed_bet(state, settings), betas, settings.eps)
+    gradients = state.gradients + (sums.gg > 0)
+    state = state._replace(gradients=gradients, s_init=_initial_scale(state, sums, settings))
+    bets = _bets(state, h, _placed_bet(state, settings), settings, betas, lr)
     s = _capped(bets.s, settings.max_scale)
     played = _next_played(state, s, settings)
-    return TunerState(s, bets.r, bets.m, bets.v, bets.q, bets.w0, s_init=s_init, played=played, h=h, lr=state.lr)
+    return TunerState(
+        s, bets.r, bets.m, bets.v, bets.q, bets.w0, state.s_init, played, h, state.lr, gradients, state.longest
+    )
+
+
+def gradient_limit(longest: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a gradient is an outlier, and the longest one that is remembered after it.
+
+    The memory fades over a thousand steps. An outlier raises it tenfold: gradients that have really grown are skipped
+    a few times only.
+    """
+    is_outlier = (longest > 0) & (norm > OUTLIER * longest)
+    return is_outlier, torch.where(is_outlier, 10 * longest, torch.maximum(0.999 * longest, norm))
+
+
+def was_outlier(longest: Tensor, norm: Tensor) -> Tensor:
+    """Whether the longest gradient so far is an outlier beside this one."""
+    return (norm > 0) & (longest > OUTLIER * norm)
 
 
 def column(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
@@ -134,10 +184,10 @@ def column(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
 
 
 def restated(state: TunerState, sums: Sums, lr: Tensor) -> tuple[TunerState, Sums, Tensor]:
-    """As though all updates so far had been made at `lr`, where that is higher than every one before it.
+    """As if all updates so far had been made at `lr`, where that is a new maximum.
 
-    Delta grows by as much as the scale falls, so that the weights stay where they are, and the learning rate in force
-    goes on from where it was: the scale's own rise takes the place of the schedule's.
+    Delta grows by as much as the scale falls, so the weights stay where they are, and the learning rate in force
+    continues from where it was: the scale's own rise takes the place of the schedule's.
 
     Args:
         state: The tuner before the step.
@@ -157,6 +207,11 @@ def restated(state: TunerState, sums: Sums, lr: Tensor) -> tuple[TunerState, Sum
         lr=torch.where(lr > state.lr, lr, state.lr),
     )
     return state, sums._replace(dg=sums.dg / fall, dx=sums.dx / fall, dd=sums.dd / fall**2), fall
+
+
+def noted(state: TunerState, lr: Tensor) -> TunerState:
+    """Only remembers a new maximum of the learning rate."""
+    return state._replace(lr=torch.maximum(state.lr, lr))
 
 
 def keep_where(condition: Tensor, new: TunerState, old: TunerState) -> TunerState:
@@ -182,15 +237,24 @@ def _hypergradient(state: TunerState, sums: Sums, *, s_decay: float) -> Tensor:
 
 
 def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
-    """A number is what the settings say; "auto" is measured at the first step with delta != 0, and kept.
+    """A number is what the settings say; "auto" makes the first move the share `first_move` of the weights' norm.
 
-    It makes the first move the share `first_move` of the weights' norm, plus 1 for weights that start at 0.
+    1 is added to the norm for weights that start at 0. The optimistic rule waits for a second gradient, expects the
+    next update to be longer if the gradient is, and lowers the scale when updates turn out longer than at first.
     """
     if settings.s_init != "auto":
         return torch.full_like(state.s_init, settings.s_init)
     measured = settings.first_move * (1 + sums.xx.sqrt()) / sums.dd.sqrt()
-    unknown_yet = torch.where(sums.dd > 0, measured, 0.0)
-    return torch.where(state.s_init > 0, state.s_init, unknown_yet)
+    if settings.rule != "optimistic":
+        return torch.where(state.s_init > 0, state.s_init, torch.where(sums.dd > 0, measured, 0.0))
+    measured = measured * state.gradients.clamp(min=START) / START
+    first = measured / (sums.gg.sqrt() / state.longest).clamp(min=1.0)
+    may_start = (state.gradients >= START) & (sums.dd > 0) & (sums.gg > 0)
+    return torch.where(
+        state.s_init > 0,
+        torch.where(sums.dd > 0, torch.minimum(state.s_init, measured), state.s_init),
+        torch.where(may_start, first, 0.0),
+    )
 
 
 def _placed_bet(state: TunerState, settings: Settings) -> Tensor:
@@ -205,7 +269,9 @@ def _next_played(state: TunerState, s: Tensor, settings: Settings) -> Tensor:
     total = s.sum(-1, keepdim=True)
     if settings.smoothing == 0:
         return total
-    c = settings.smoothing
+    c = torch.full_like(total, settings.smoothing)
+    if settings.rule == "optimistic":
+        c = torch.minimum(c, state.gradients / (state.gradients + WINDOW))
     averaged = torch.exp(c * state.played.log() + (1 - c) * total.log())
     return torch.where(state.played > 0, averaged, total)
 
@@ -214,6 +280,31 @@ def _capped(s: Tensor, max_scale: float | None) -> Tensor:
     if max_scale is None:
         return s
     return s * (max_scale / s.sum(-1, keepdim=True)).clamp(max=1.0)
+
+
+def _bets(state: TunerState, h: Tensor, bet: Tensor, settings: Settings, betas: Tensor, lr: Tensor) -> _Bets:
+    if settings.rule == "optimistic":
+        return _optimistic(state, h, bet, betas, settings.eps, loss_weight(state, lr))
+    return _RULES[settings.rule](state, h, bet, betas, settings.eps)
+
+
+def loss_weight(state: TunerState, lr: Tensor) -> Tensor:
+    """From LOSS_WEIGHT at the schedule's peak to 1 where the learning rate has fallen to 0."""
+    share = torch.where(state.lr > 0, lr / state.lr, 1.0)
+    return 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1).sqrt()
+
+
+def _optimistic(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float, weight: Tensor) -> _Bets:
+    """Algorithm 1 with a weight on losses and a relative floor under sqrt(v); it remembers nothing before it starts."""
+    n = beta.numel()
+    h = torch.where(state.s_init > 0, h, 0.0)
+    m = torch.maximum(beta * state.m, h.abs())
+    v = beta**2 * state.v + h**2
+    r = (beta * state.r - bet * torch.where(h > 0, weight * h, h)).clamp(min=0)
+    root = v.sqrt()
+    floor = eps + RELATIVE_EPS * root.amax(-1, keepdim=True)
+    s = torch.where(v > 0, (state.s_init * m / n + r) / (root + floor), 0.0)
+    return _Bets(s, r, m, v, state.q, state.w0)
 
 
 _Rule = Callable[[TunerState, Tensor, Tensor, Tensor, float], _Bets]

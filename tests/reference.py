@@ -25,7 +25,7 @@ Tensors = Sequence[Tensor]
 BaseFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 BETAS = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
-RULES = ("paper", "experiments", "optax", "theory")
+RULES = ("optimistic", "paper", "experiments", "optax", "theory")
 
 
 class Tuner:
@@ -33,6 +33,7 @@ class Tuner:
 
     def __init__(self, rule: str, *, betas: Sequence[float], s_init: float, eps: float) -> None:
         self.rule = {
+            "optimistic": self.optimistic,
             "paper": self.paper,
             "experiments": self.experiments,
             "optax": self.optax,
@@ -42,6 +43,7 @@ class Tuner:
         self.n = len(betas)
         self.s_init = s_init
         self.eps = eps
+        self.loss_weight = 1.0  # optimistic only: set before each step
         self.r: Vector = np.zeros(self.n)
         self.m: Vector = np.zeros(self.n)
         self.v: Vector = np.zeros(self.n)
@@ -61,6 +63,19 @@ class Tuner:
         self.r = np.maximum(0.0, beta * self.r - bet * h)
         wealth = self.s_init * self.m / self.n + self.r
         self.s = np.divide(wealth, np.sqrt(self.v) + self.eps, out=np.zeros(self.n), where=self.v > 0)
+
+    def optimistic(self, h: float, bet: Vector) -> None:
+        """Algorithm 1, but losses count less than gains, and sqrt(v) is never far below that of the longest memory."""
+        if self.s_init == 0:  # no bet has been placed yet
+            return
+        beta = self.beta
+        self.m = np.maximum(beta * self.m, abs(h))
+        self.v = beta**2 * self.v + h**2
+        self.r = np.maximum(0.0, beta * self.r - bet * (self.loss_weight * h if h > 0 else h))
+        wealth = self.s_init * self.m / self.n + self.r
+        root = np.sqrt(self.v)
+        floor = self.eps + 1e-3 * root.max()
+        self.s = np.divide(wealth, root + floor, out=np.zeros(self.n), where=self.v > 0)
 
     def experiments(self, h: float, bet: Vector) -> None:
         """What the authors' experiments ran."""
@@ -115,17 +130,29 @@ class Part:
         self.max_scale = max_scale
         self.hindsight = hindsight
         self.own_warmup = own_warmup
+        self.is_optimistic = tuner.rule == tuner.optimistic
         self.highest_lr = 0.0
+        self.gradients = 0  # how many of this part's gradients were not zero
+        self.longest = 0.0  # the longest of them, for the optimistic rule
         self.kept = 1.0  # what Delta is multiplied by as the scale changes
         self.S = 0.0
         self.played = 0.0  # the smoothed S; equal to it without smoothing
         self.h = 0.0
 
-    def step(self, x: Tensors, Delta: Tensors, g: Tensors, s_decay: float) -> None:
-        """Tune at the weights x, with the sum of updates Delta that they were made of and the gradient g there."""
+    def step(
+        self, x: Tensors, Delta: Tensors, g: Tensors, s_decay: float, lr: float = 1.0, growth: float = 1.0
+    ) -> None:
+        """Tune at the weights x, with the sum of updates Delta that they were made of and the gradient g there.
+
+        `growth` is how much longer the gradient is than any before it, 1 if it is not.
+        """
         dg, gg, xx, dx, dd = inner(Delta, g), inner(g, g), inner(x, x), inner(Delta, x), inner(Delta, Delta)
-        if self.first_move is not None and self.tuner.s_init == 0 and dd > 0:
-            self.tuner.s_init = self.first_move * (1 + math.sqrt(xx)) / math.sqrt(dd)
+        if self.first_move is not None and dd > 0:
+            self.find_s_init(self.first_move * (1 + math.sqrt(xx)) / math.sqrt(dd), gg, growth)
+        self.gradients += gg > 0 and lr > 0
+        if self.is_optimistic:
+            share = lr / self.highest_lr if self.highest_lr > 0 else 1.0
+            self.tuner.loss_weight = 1 - 0.9 * math.sqrt(share)
         decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
         self.h = dg + decay
 
@@ -136,15 +163,28 @@ class Part:
         before, self.played = self.played, self.smoothed(self.S)
         self.kept = self.kept_of_Delta(before, self.played)
 
+    def find_s_init(self, measured: float, gg: float, growth: float) -> None:
+        """By the first update; the optimistic rule waits for two, and for a later one that is longer on average."""
+        if not self.is_optimistic:
+            self.tuner.s_init = self.tuner.s_init or measured
+            return
+        measured = measured * max(self.gradients, 2) / 2
+        if self.tuner.s_init > 0:
+            self.tuner.s_init = min(self.tuner.s_init, measured)
+        elif self.gradients >= 2 and gg > 0:
+            self.tuner.s_init = measured / growth
+
     def meet_lr(self, lr: float) -> float:
         """What the sum of updates is to be multiplied by, as though they had all been made at a new highest lr.
 
         The scale is divided by it, so that the weights stay, and everything that the tuner remembers follows.
         """
-        if not self.own_warmup or lr <= self.highest_lr:
+        if lr <= self.highest_lr:
             return 1.0
         growth = lr / self.highest_lr if self.highest_lr > 0 else 1.0
         self.highest_lr = lr
+        if not self.own_warmup:
+            return 1.0
         self.S, self.played = self.S / growth, self.played / growth
         self.tuner.s = self.tuner.s / growth
         self.tuner.m = self.tuner.m * growth
@@ -162,6 +202,8 @@ class Part:
     def smoothed(self, S: float) -> float:
         """The log-average of the scales played so far and S; an S of 0 makes it 0, and the next S starts anew."""
         c = self.smoothing
+        if self.is_optimistic:  # a window of an eighth of the run so far, up to what the constant means
+            c = min(c, self.gradients / (self.gradients + 8))
         if c == 0 or S == 0 or self.played == 0:
             return S
         return math.exp(c * math.log(self.played) + (1 - c) * math.log(S))
@@ -184,8 +226,8 @@ class Reference:
         s_init: float | Literal["auto"] = "auto",
         first_move: float = 1e-3,
         s_decay: float = 0.0,
-        eps: float = 1e-8,
-        rule: str = "paper",
+        eps: float | None = None,
+        rule: str = "optimistic",
         normalize_lr: bool = True,
         smoothing: float | None = None,
         max_scale: float | None = None,
@@ -197,16 +239,18 @@ class Reference:
         self.x = [p.clone() for p in self.x_ref]
         self.Delta = [torch.zeros_like(p) for p in self.x_ref]
         self.copies = [p.clone() for p in self.x_ref]  # what the base steps
+        self.base_factory = base_factory
         self.base = base_factory(self.copies)
         self.had_grad = [False for _ in self.x]
         self.c: float | None = None if normalize_lr else 1.0
         self.s_decay = s_decay
-        if smoothing is None:
-            smoothing = 0.97 if rule == "paper" else 0.0
-        if hindsight is None:
-            hindsight = 0.3 if rule == "paper" else 1.0
-        if own_warmup is None:
-            own_warmup = rule == "paper"
+        is_ours = rule == "optimistic"
+        smoothing = (0.97 if is_ours else 0.0) if smoothing is None else smoothing
+        hindsight = (0.3 if is_ours else 1.0) if hindsight is None else hindsight
+        own_warmup = is_ours if own_warmup is None else own_warmup
+        if eps is None:
+            eps = {"optimistic": 0.0, "experiments": 1e-10}.get(rule, 1e-8)
+        self.skipped = 0
 
         groups = [self._indices(group) for group in self.base.param_groups]
         parts = groups if scope == "group" else [[i for indices in groups for i in indices]]
@@ -230,21 +274,53 @@ class Reference:
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         """Steps from the weights x_t, at which the gradients were taken, to x_{t+1}."""
+        self.begin_anew(self.minimised_gradients(grads))
+        longer = [self.growth_of(part, self.minimised_gradients(grads)) for part in self.parts]
+        if max(longer) > 100 and self.parts[0].is_optimistic:
+            for part, growth in zip(self.parts, longer, strict=True):
+                part.longest = part.longest * 10 if growth > 100 else max(0.999, growth) * part.longest
+            self.skipped += 1
+            return
         self.had_grad = [had or g is not None for had, g in zip(self.had_grad, grads, strict=True)]
         g = self.minimised_gradients(grads)
         u = self.base_update(grads)
         self.find_c()
-        for part in self.parts:
+        for part, growth_of_g in zip(self.parts, longer, strict=True):
             if self.c is not None:  # with no learning rate seen yet Delta is 0: there is nothing to tune
                 growth = part.meet_lr(self.lr_of(part))
                 for i in part.indices:
                     self.Delta[i] = self.Delta[i] * growth
                 counted = [i for i in part.indices if self.had_grad[i]]
                 x, Delta = [self.x[i] for i in counted], [self.Delta[i] for i in counted]
-                part.step(x, Delta, [g[i] for i in counted], self.s_decay * self.c)
+                lr = self.lr_of(part)
+                part.step(x, Delta, [g[i] for i in counted], self.s_decay * self.c, lr, max(1.0, growth_of_g))
             for i in part.indices:
                 self.Delta[i] = part.kept * self.Delta[i] + u[i]
                 self.x[i] = self.x_ref[i] + part.played * self.Delta[i]
+            part.longest = max(0.999 * part.longest, self.norm_of(part, g))
+
+    def begin_anew(self, g: Tensors) -> None:
+        """If the only gradient so far was a hundred times as long as this one, it was an outlier, and is forgotten."""
+        only_one = max(part.gradients for part in self.parts) == 1
+        was_outlier = any(0 < 100 * self.norm_of(part, g) < part.longest for part in self.parts)
+        if not (self.parts[0].is_optimistic and only_one and was_outlier):
+            return
+        groups = self.base.param_groups
+        self.base = self.base_factory(self.copies)
+        for new, old in zip(self.base.param_groups, groups, strict=True):
+            new.update({key: value for key, value in old.items() if key != "params"})
+        self.Delta = [torch.zeros_like(p) for p in self.x_ref]
+        for part in self.parts:
+            part.gradients, part.longest, part.highest_lr = 0, 0.0, 0.0
+
+    def norm_of(self, part: Part, g: Tensors) -> float:
+        """Of the part's gradient."""
+        mine = [g[i] for i in part.indices]
+        return math.sqrt(inner(mine, mine))
+
+    def growth_of(self, part: Part, g: Tensors) -> float:
+        """How much longer the part's gradient is than the longest before it, which fades over a thousand steps."""
+        return self.norm_of(part, g) / part.longest if part.longest > 0 else 1.0
 
     def lr_of(self, part: Part) -> float:
         """The highest learning rate among the part's groups."""

@@ -95,7 +95,7 @@ def test_a_first_gradient_may_come_late(options: dict[str, Any]) -> None:
     ends = []
     for backend in ("auto", "foreach"):
         params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-        opt = mechanize(torch.optim.SGD(params, lr=0.1, **options), s_init=1e-2, backend=backend)
+        opt = mechanize(torch.optim.SGD(params, lr=0.1, **options), preset="0.1", backend=backend)
         for step in range(10):
             for p in params[: 1 if step < 5 else 2]:
                 p.grad = p.detach().clone()
@@ -235,7 +235,7 @@ def test_16_bit_weights_train_as_float32_ones_do_whatever_the_lr(base: str, dtyp
     scales, ends = {}, {}
     for wide in (True, False):
         p = nn.Parameter(torch.ones(8, 8, dtype=torch.float32 if wide else dtype))
-        opt = mechanize(BASES_IN_16_BITS[base]([p], lr=5e-5))
+        opt = mechanize(BASES_IN_16_BITS[base]([p], lr=5e-5), preset="0.1")  # a slow rise: roundings stay small
         descend(opt, p, 60)
         scales[wide], ends[wide] = opt.scale.item(), p.detach().float()
     assert (ends[True] - 1).abs().max() > 0.1, "nothing was learned that could be compared"

@@ -13,8 +13,7 @@ import pytest
 import torch
 from problems import differences, everything, perceptron, train
 
-from mechanic_plugins import MechanicOptimizer, checkpoint_format, checkpoint_settings, mechanize
-from mechanic_plugins.settings import Settings
+from mechanic_plugins import MechanicOptimizer, checkpoint_format, mechanize
 
 NAN, INF = math.nan, math.inf
 
@@ -180,30 +179,16 @@ def load_golden(name: str, **options: Any) -> tuple[golden.Bowl, MechanicOptimiz
     return model, opt
 
 
-def test_a_default_that_has_changed_since_0_1_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_change_of_the_default_rule_since_0_1_is_named() -> None:
     """0.1 saved no settings: whoever resumes after an upgrade must learn how to keep the old behaviour."""
-    settings = Settings()
-    monkeypatch.setitem(checkpoint_settings.DEFAULTS_OF_0_1, "smoothing", 0.5)
-    monkeypatch.setitem(checkpoint_settings.DEFAULTS_OF_0_1, "s_decay", 0.5)
-    with pytest.warns(UserWarning, match=r"0\.1, which saved no settings") as caught:
-        load_golden("adamw", smoothing=settings.smoothing, s_decay=0.25)
+    with pytest.warns(UserWarning, match=r"0\.1, which saved no settings.*preset='0\.1'") as caught:
+        load_golden("adamw", rule="optimistic", eps=0.0)
     assert len(caught) == 1
-    message = str(caught[0].message)
-    assert f"smoothing was 0.5 and is {settings.smoothing!r}." in message
-    assert "mechanize(..., smoothing=0.5)" in message, "s_decay was chosen by the user: no default"
 
 
-@pytest.mark.parametrize("name", ["preset-paper", "rule-theory"])
-def test_what_was_chosen_on_purpose_is_not_questioned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(checkpoint_settings.DEFAULTS_OF_0_1, "s_decay", 0.5)
-    monkeypatch.setitem(checkpoint_settings.DEFAULTS_OF_0_1, "smoothing", 0.5)
-    load_golden(name, s_decay=0.01)  # warnings are errors here
-
-
-def test_every_setting_has_its_meaning_in_a_file_of_0_1() -> None:
-    """A new setting goes into ADDED_LATER, with the value that leaves the tuner as it was without the setting."""
-    known = checkpoint_settings.DEFAULTS_OF_0_1.keys() | checkpoint_settings.ADDED_LATER.keys()
-    assert known == {field.name for field in dataclasses.fields(Settings)}
+@pytest.mark.parametrize("name", ["adamw", "preset-paper", "rule-theory"])
+def test_a_rule_that_was_chosen_on_purpose_is_not_questioned(name: str) -> None:
+    load_golden(name)  # warnings are errors here
 
 
 def test_every_field_of_the_tuner_has_its_format() -> None:

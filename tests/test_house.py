@@ -27,7 +27,7 @@ FLOORS = [
     {"reduction"},
     {"replicas"},
     {"sharding"},
-    {"skips", "storage"},
+    {"schedule_level", "skips", "storage"},
     {"lion", "muon"},  # optimizers to wrap, which torch has not
     {"checkpoint_format"},
     {"checkpoint_settings"},

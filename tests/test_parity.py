@@ -124,9 +124,15 @@ def follow(
     return Trace(**{name: np.stack(values) for name, values in rows.items()})
 
 
+def options(rule: str) -> dict[str, Any]:
+    """Published rules start at 1e-8 or so, from where so few steps lead nowhere."""
+    start = {} if rule == "optimistic" else {"s_init": "auto", "first_move": 1e-3, "s_decay": 0.0, "eps": 1e-8}
+    return {"rule": rule, **start}
+
+
 @functools.cache
 def reference_trace(row: Row, rule: str, problem: str, variant: str = "for-loop") -> Trace:
-    reference = Reference(PROBLEMS[problem].start, lambda x: row.build(x, variant), rule=rule)
+    reference = Reference(PROBLEMS[problem].start, lambda x: row.build(x, variant), **options(rule))
     return follow(reference, PROBLEMS[problem].gradient)
 
 
@@ -143,12 +149,12 @@ class Rounded(Reference):
 def allowed(row: Row, rule: str, problem: str) -> float:
     """With hindsight below 1 a rounding stays in the weights; what Lion's sign makes of it the reference itself shows.
 
-    Ten times that is allowed.
+    So it does for Adafactor, which trains at the edge of stability here. Ten times that is allowed.
     """
-    if row.cls is not Lion or rule != "paper":
+    if row.cls not in (Lion, torch.optim.Adafactor) or rule != "optimistic":
         return TOLERANCE
     torch.manual_seed(0)
-    rounded = follow(Rounded(PROBLEMS[problem].start, row.build, rule=rule), PROBLEMS[problem].gradient)
+    rounded = follow(Rounded(PROBLEMS[problem].start, row.build, **options(rule)), PROBLEMS[problem].gradient)
     return max(TOLERANCE, 10 * max(deviation(rounded, reference_trace(row, rule, problem)).values()))
 
 
@@ -182,7 +188,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("row", OPTIMIZERS, ids=str)
 def test_every_base_and_rule_on_an_ill_conditioned_quadratic(row: Row, rule: str) -> None:
     problem = PROBLEMS["quadratic"]
-    seen = follow(Package(problem.start, row.build, rule=rule), problem.gradient)
+    seen = follow(Package(problem.start, row.build, **options(rule)), problem.gradient)
     assert_same(seen, reference_trace(row, rule, "quadratic"), tolerance=allowed(row, rule, "quadratic"))
 
 
@@ -191,14 +197,14 @@ def test_every_base_on_a_network(row: Row) -> None:
     name = "mlp-matrices" if row.matrices_only else "mlp"
     problem = PROBLEMS[name]
     seen = follow(Package(problem.start, row.build), problem.gradient)
-    assert_same(seen, reference_trace(row, "paper", name), tolerance=allowed(row, "paper", name))
+    assert_same(seen, reference_trace(row, "optimistic", name), tolerance=allowed(row, "optimistic", name))
 
 
 @pytest.mark.parametrize("row", OPTIMIZERS, ids=str)
 def test_every_base_as_the_paper_has_it(row: Row) -> None:
     """Algorithm 1 itself, lambda included: the defaults go beyond it."""
     problem = PROBLEMS["mlp-matrices" if row.matrices_only else "mlp"]
-    paper: dict[str, Any] = {"first_move": 1e-6, "s_decay": 0.01, "smoothing": 0.0, "hindsight": 1.0}
+    paper: dict[str, Any] = {**options("paper"), "first_move": 1e-6, "s_decay": 0.01}
     seen, wanted = (follow(cls(problem.start, row.build, **paper), problem.gradient) for cls in (Package, Reference))
     assert_same(seen, wanted, grown=10.0)
 
@@ -209,7 +215,7 @@ def test_every_base_as_the_paper_has_it(row: Row) -> None:
 def test_every_other_rule_on_a_network(row: Row, rule: str) -> None:
     name = "mlp-matrices" if row.matrices_only else "mlp"
     problem = PROBLEMS[name]
-    seen = follow(Package(problem.start, row.build, rule=rule), problem.gradient)
+    seen = follow(Package(problem.start, row.build, **options(rule)), problem.gradient)
     assert_same(seen, reference_trace(row, rule, name))
 
 
@@ -218,7 +224,8 @@ def test_foreach_and_fused_bases(row: Row, variant: str) -> None:
     problem = PROBLEMS["mlp"]
     seen = follow(Package(problem.start, lambda x: row.build(x, variant)), problem.gradient)
     same = "for-loop" if row.variants_agree else variant
-    assert_same(seen, reference_trace(row, "paper", "mlp", same))
+    wanted = reference_trace(row, "optimistic", "mlp", same)
+    assert_same(seen, wanted, tolerance=allowed(row, "optimistic", "mlp"))
 
 
 class DeclaredLion(Lion):
@@ -232,7 +239,7 @@ LINEAR.append(replace(BASES["Lion"], name="Lion-declared", cls=DeclaredLion))
 def test_the_packages_lion_is_the_textbooks() -> None:
     problem, row = PROBLEMS["mlp"], BASES["Lion"]
     seen = follow(Package(problem.start, lambda x: PackagesLion(x, **row.kwargs)), problem.gradient, steps=SHORT)
-    assert_same(seen, reference_trace(row, "paper", "mlp"))
+    assert_same(seen, reference_trace(row, "optimistic", "mlp"))
 
 
 @pytest.mark.parametrize("lr", [1e-6, 10.0])
@@ -248,7 +255,7 @@ def test_the_base_lr_does_not_matter(row: Row, lr: float) -> None:
     c = lr / row.kwargs["lr"]
     scaled = Trace(s=seen.s * c, r=seen.r, m=seen.m / c, v=seen.v / c**2, x=seen.x)
     tolerance = 4e-16 / lr if row.cls is Lion else 0.0
-    assert_same(scaled, reference_trace(row, "paper", "quadratic"), tolerance=max(TOLERANCE, tolerance))
+    assert_same(scaled, reference_trace(row, "optimistic", "quadratic"), tolerance=max(TOLERANCE, tolerance))
 
 
 @dataclass(frozen=True)
@@ -303,18 +310,27 @@ def scheduled_warm_up(base: torch.optim.Optimizer, step: int) -> None:
 
 
 adamw = BASES["AdamW"].build
-NOT_THEORY = ["paper", "experiments", "optax"]
+OURS = ["optimistic", "paper"]
+NOT_CLIPPED = [*OURS, "experiments"]
+OURS_AND_OPTAX = [*OURS, "optax"]
+NOT_THEORY = [*NOT_CLIPPED, "optax"]
 OPTIONS = [
     # Not theory: its wealth stays above 0 because it never bets more than half of it, and smoothing may.
     Option("smoothing", {"smoothing": 0.9}, rules=NOT_THEORY, grown=2.0),
     Option("smoothing-number", {"smoothing": 0.9, "s_init": 1e-4}, rules=["experiments", "optax"], grown=2.0),
-    Option("smoothing-turned", {"smoothing": 0.9}, gradient=turned, rules=["paper", "experiments"], grown=2.0),
+    Option("smoothing-turned", {"smoothing": 0.9}, gradient=turned, rules=NOT_CLIPPED, grown=2.0),
     Option("turned", {}, gradient=turned, grown=2.0),
     Option("hindsight", {"hindsight": 0.5, "s_init": 1e-4}, rules=NOT_THEORY, grown=2.0),
-    Option("no-hindsight", {"hindsight": 0.0, "s_decay": 0.1}, rules=["paper", "optax"], grown=2.0),
-    Option("first-move", {"first_move": 1e-3}, rules=["paper", "optax"], grown=2.0),
-    Option("hindsight-turned", {"hindsight": 0.5, "smoothing": 0.9}, gradient=turned, rules=["paper"], grown=2.0),
-    Option("hindsight-group", {"scope": "group", "hindsight": 0.5}, two_groups, rules=["paper"]),
+    Option("no-hindsight", {"hindsight": 0.0, "s_decay": 0.1}, rules=OURS_AND_OPTAX, grown=2.0),
+    Option("first-move", {"first_move": 1e-3}, rules=OURS_AND_OPTAX, grown=2.0),
+    Option(
+        "hindsight-turned",
+        {"hindsight": 0.5, "smoothing": 0.9},
+        gradient=turned,
+        rules=OURS,
+        grown=2.0,
+    ),
+    Option("hindsight-group", {"scope": "group", "hindsight": 0.5}, two_groups, rules=OURS),
     Option("max_scale", {"max_scale": 1e-4, "first_move": 1e-4}, grown=2.0),
     Option("number", {"s_init": 1e-4}, grown=2.0),
     Option("constants", {"betas": (0.5, 0.97, 1.0), "eps": 1e-3, "s_decay": 0.3, "s_init": 1e-4}, grown=2.0),
@@ -329,23 +345,23 @@ OPTIONS = [
         {"own_warmup": True, "scope": "group", "hindsight": 1.0, "smoothing": 0.0},
         two_groups,
         warm_up,
-        rules=["paper", "optax"],
+        rules=OURS_AND_OPTAX,
         grown=1.4,
     ),
-    Option("lambda", {"s_decay": 0.01}, rules=["paper"]),
-    Option("group-lrs", {}, two_groups, rules=["paper"]),
+    Option("lambda", {"s_decay": 0.01}, rules=OURS),
+    Option("group-lrs", {}, two_groups, rules=OURS),
     Option("scope-group-smoothing", {"scope": "group", "smoothing": 0.9}, two_groups, rules=["optax"]),
     Option(
         "scope-group-max_scale",
         {"scope": "group", "max_scale": 1e-2, "first_move": 1e-4},
         two_groups,
-        rules=["paper"],
+        rules=OURS,
         grown=2.0,
     ),
-    Option("maximize", {}, functools.partial(adamw, maximize=True), gradient=ascent, rules=["paper"]),
-    Option("gaps", {}, gradient=with_gaps, rules=["paper"]),
+    Option("maximize", {}, functools.partial(adamw, maximize=True), gradient=ascent, rules=OURS),
+    Option("gaps", {}, gradient=with_gaps, rules=OURS),
     Option("gaps-scope-group", {"scope": "group"}, two_groups, gradient=with_gaps, rules=["theory"]),
-    Option("zeros", {}, BASES["SGD-momentum"].build, start=ZEROS, rules=["paper", "optax"]),
+    Option("zeros", {}, BASES["SGD-momentum"].build, start=ZEROS, rules=OURS_AND_OPTAX),
 ]
 
 
@@ -353,7 +369,7 @@ OPTIONS = [
 def test_options(option: Option, rule: str) -> None:
     seen, wanted = (
         follow(
-            cls(option.start, option.build, rule=rule, **option.settings),
+            cls(option.start, option.build, **{**options(rule), **option.settings}),
             option.gradient,
             steps=SHORT,
             schedule=option.schedule,
@@ -367,8 +383,8 @@ def test_options(option: Option, rule: str) -> None:
 def test_what_is_shown_is_what_was_used(rule: str) -> None:
     """The scale, the step count and the h of the last step, as the optimizer shows them."""
     problem = PROBLEMS["mlp"]
-    package = Package(problem.start, BASES["AdamW"].build, rule=rule)
-    reference = Reference(problem.start, BASES["AdamW"].build, rule=rule)
+    package = Package(problem.start, BASES["AdamW"].build, **options(rule))
+    reference = Reference(problem.start, BASES["AdamW"].build, **options(rule))
     for steps in (1, 2, 3, 50):
         follow(package, problem.gradient, steps=steps)
         follow(reference, problem.gradient, steps=steps)

@@ -110,13 +110,47 @@ def test_theory_keeps_its_wealth_and_its_promise(seed: int) -> None:
 def test_lambda_by_hand() -> None:
     # x = (3, 4), lambda = 0.5. g = (-1, 0): Delta = (1, 0). g = (-4, 0): S = 0, so h = -4, s = 0.1; Delta = (5, 0),
     # x = (3.5, 4). g = (-3, 4), of norm 5: <Delta, g> = -15, <Delta, x> = 17.5, ||x|| = sqrt(28.25).
-    reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,), s_init=0.1, s_decay=0.5, eps=0.0, normalize_lr=False)
+    constants = {"betas": (0.5,), "s_init": 0.1, "s_decay": 0.5, "eps": 0.0, "normalize_lr": False}
+    reference = Reference([vector(3.0, 4.0)], sgd(), rule="paper", **constants)
     for g in (vector(-1.0, 0.0), vector(-4.0, 0.0), vector(-3.0, 4.0)):
         reference.step([g])
     assert reference.parts[0].h == pytest.approx(-15 + 0.5 * 0.1 * 5 * 17.5 / math.sqrt(28.25), rel=1e-15)
 
 
-@pytest.mark.parametrize("rule", RULES)
+def test_the_optimistic_rule_by_hand() -> None:
+    # With one beta the floor is a thousandth of sqrt(v) itself. Delta is 1, 5, 7, and a loss counts a tenth.
+    # g = -4: h = -4, s = 0.1 / 1.001. g = -2: h = -10, r = 10 s, v = 4 + 100. g = 1: h = 7, r = r / 2 - 0.7 s.
+    constants = {"betas": (0.5,), "s_init": 0.1, "normalize_lr": False, "smoothing": 0.0, "hindsight": 1.0}
+    reference = Reference([vector(0.0)], sgd(), rule="optimistic", **constants)
+    seen = []
+    for g in (-1.0, -4.0, -2.0, 1.0):
+        reference.step([vector(g)])
+        seen.append((reference.vectors("s")[0], reference.vectors("r")[0]))
+    s_2 = 0.1 / 1.001
+    s_3 = (0.1 * 10 + 10 * s_2) / (1.001 * math.sqrt(104))
+    r_4 = 5 * s_2 - 0.7 * s_3
+    s_4 = (0.1 * 7 + r_4) / (1.001 * math.sqrt(26 + 49))
+    assert seen == [pytest.approx(pair, rel=1e-14) for pair in [(0, 0), (s_2, 0), (s_3, 10 * s_2), (s_4, r_4)]]
+
+
+def test_the_optimistic_start_by_hand() -> None:
+    # x = (3, 4), of norm 5. Two gradients (0, 0.5): Delta = (0, -1). The third, of norm 1, is twice as long: the first
+    # move is 1e-3 * (1 + 5) / 1 / 2. Then one of norm 101, an outlier: nothing happens.
+    reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,))
+    for g in (0.5, 0.5, 1.0):
+        assert reference.x[0].tolist() == [3.0, 4.0]
+        reference.step([vector(0.0, g)])
+    assert reference.parts[0].tuner.s_init == pytest.approx(3e-3, rel=1e-15)
+    assert reference.x[0][1].item() == pytest.approx(4.0 - 3e-3 / 1.001 * 2.0, rel=1e-14)
+    before = reference.x[0].tolist()
+    reference.step([vector(0.0, 101.0)])
+    assert (reference.x[0].tolist(), reference.skipped, reference.parts[0].longest) == (before, 1, 10.0)
+    reference.step([vector(0.0, 101.0)])
+    assert reference.skipped == 1
+    assert reference.x[0].tolist() != before
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "optimistic"])
 def test_auto_s_init_by_hand(rule: str) -> None:
     # x = (3, 4), of norm 5. g = (0, 0.5): Delta = (0, -0.5), and the next step knows s_init = 1e-3 * (1 + 5) / 0.5.
     reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,), s_decay=0.0, eps=1e-9, rule=rule)

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.settings import Settings
+from mechanic_plugins.settings import Rule, Settings
 
 NAN, INF = math.nan, math.inf
 
@@ -34,16 +34,16 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"s_decay": NAN}, ("got nan", "norm penalty", "0 turns it off")),
     ({"s_decay": INF}, ("got inf", "norm penalty", "0 turns it off")),
     ({"s_decay": "0"}, ("got '0'", "norm penalty", "0 turns it off")),
-    ({"eps": -1e-8}, ("got -1e-08", "division by sqrt(v)", "the paper's value is 1e-8")),
-    ({"eps": NAN}, ("got nan", "division by sqrt(v)", "the paper's value is 1e-8")),
-    ({"eps": INF}, ("got inf", "division by sqrt(v)", "the paper's value is 1e-8")),
-    ({"eps": "1e-8"}, ("got '1e-8'", "division by sqrt(v)", "the paper's value is 1e-8")),
+    ({"eps": -1e-8}, ("got -1e-08", "the divisor sqrt(v)", "the paper's value is 1e-8")),
+    ({"eps": NAN}, ("got nan", "the divisor sqrt(v)", "the paper's value is 1e-8")),
+    ({"eps": INF}, ("got inf", "the divisor sqrt(v)", "the paper's value is 1e-8")),
+    ({"eps": "1e-8"}, ("got '1e-8'", "the divisor sqrt(v)", "the paper's value is 1e-8")),
     ({"eps": 0.0, "rule": "experiments"}, ("got 0.0", "divides eps by eps", "Use 1e-8, or rule='paper'")),
     ({"eps": 0, "rule": "optax"}, ("got 0", "divides eps by eps", "Use 1e-8, or rule='paper'")),
     ({"smoothing": -0.1}, ("got -0.1", "moving average", "0 turns it off")),
     ({"smoothing": 1.0}, ("got 1.0", "moving average", "0 turns it off")),
     ({"smoothing": NAN}, ("got nan", "moving average", "0 turns it off")),
-    ({"smoothing": 0.9, "rule": "theory"}, ("got 0.9", "exceed the wealth", "rule='paper'")),
+    ({"smoothing": 0.9, "rule": "theory"}, ("got 0.9", "exceed the wealth", "the default rule")),
     ({"first_move": 0.0}, ("got 0.0", "share of the weights' norm", "The default is 1e-3")),
     ({"first_move": 1.0}, ("got 1.0", "share of the weights' norm", "The default is 1e-3")),
     ({"smoothing": "0"}, ("got '0'", "moving average", "0 turns it off")),
@@ -51,21 +51,20 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"hindsight": 1.1}, ("got 1.1", "share of a change of scale", "0 leaves the past alone")),
     ({"hindsight": NAN}, ("got nan", "share of a change of scale", "0 leaves the past alone")),
     ({"hindsight": True}, ("got True", "share of a change of scale", "0 leaves the past alone")),
-    ({"hindsight": 0.3, "rule": "theory"}, ("got 0.3", "played again at the new scale", "rule='paper'")),
+    ({"hindsight": 0.3, "rule": "theory"}, ("got 0.3", "played again at the new scale", "the default rule")),
     ({"max_scale": 0.0}, ("got 0.0", "would never leave zero", "None for no cap")),
     ({"max_scale": -1.0}, ("got -1.0", "would never leave zero", "None for no cap")),
     ({"max_scale": NAN}, ("got nan", "would never leave zero", "None for no cap")),
     ({"max_scale": INF}, ("got inf", "would never leave zero", "None for no cap")),
     ({"max_scale": "1"}, ("got '1'", "would never leave zero", "None for no cap")),
-    ({"rule": "adam"}, ("got 'adam'", "must be one of 'paper', 'experiments', 'optax', 'theory'")),
-    ({"rule": None}, ("got None", "must be one of 'paper', 'experiments', 'optax', 'theory'")),
+    ({"rule": "adam"}, ("got 'adam'", "must be one of 'optimistic', 'paper', 'experiments', 'optax', 'theory'")),
     ({"scope": "layer"}, ("got 'layer'", "must be one of 'all', 'group'")),
     ({"scope": None}, ("got None", "must be one of 'all', 'group'")),
-    ({"preset": "optax"}, ("got 'optax'", "must be one of 'paper'")),
+    ({"preset": "optax"}, ("got 'optax'", "must be one of 'paper', '0.1'")),
     ({"normalize_lr": 1}, ("got 1", "must be True or False")),
     ({"normalize_lr": None}, ("got None", "must be True or False")),
     ({"own_warmup": 1}, ("got 1", "must be True or False")),
-    ({"own_warmup": True, "rule": "theory"}, ("got True", "never restated", "rule='paper'")),
+    ({"own_warmup": True, "rule": "theory"}, ("got True", "never restated", "the default rule")),
 ]
 
 
@@ -101,7 +100,7 @@ TAKEN: list[dict[str, Any]] = [
     {"scope": "group"},
     {"normalize_lr": False},
     {"own_warmup": False},
-    *({"rule": rule} for rule in ("paper", "experiments", "optax", "theory")),
+    *({"rule": rule} for rule in get_args(Rule)),
 ]
 
 
@@ -124,10 +123,21 @@ def test_a_value_beside_a_preset_wins_where_it_is_the_default_too() -> None:
     assert (settings.s_decay, settings.hindsight, settings.smoothing) == (0.0, Settings.hindsight, 0.0)
 
 
-@pytest.mark.parametrize("rule", ["experiments", "optax", "theory"])
-def test_other_rules_come_as_published(rule: Any) -> None:
+@pytest.mark.parametrize(
+    ("rule", "s_init", "eps"), [("paper", 1e-8, 1e-8), ("experiments", 1e-8, 1e-10), ("optax", 1e-6, 1e-8)]
+)
+def test_published_rules_come_with_their_constants(rule: Any, s_init: float, eps: float) -> None:
+    """rule="optax" kept the defaults' first move and lambda, and was neither the one nor the other."""
     settings = mechanize(torch.optim.SGD, rule=rule).settings
+    assert (settings.s_init, settings.eps, settings.s_decay) == (s_init, eps, 0.01)
     assert (settings.smoothing, settings.hindsight, settings.own_warmup) == (0.0, 1.0, False)
+
+
+def test_the_first_versions_defaults_are_a_preset() -> None:
+    settings = mechanize(torch.optim.SGD, preset="0.1").settings
+    assert settings == Settings(
+        rule="paper", s_init="auto", first_move=1e-3, eps=1e-8, smoothing=0.97, hindsight=0.3, own_warmup=True
+    )
 
 
 def test_a_base_with_a_longer_step_gets_constants_for_the_same_trajectory() -> None:

@@ -12,7 +12,18 @@ from torch import Tensor
 
 from mechanic_plugins import tuner
 from mechanic_plugins.settings import Rule, Settings
-from mechanic_plugins.tuner import SCALARS, SUMS, Sums, TunerState, advance, fresh, keep_where, kept_share, restated
+from mechanic_plugins.tuner import (
+    SCALARS,
+    SUMS,
+    Sums,
+    TunerState,
+    advance,
+    fresh,
+    gradient_limit,
+    keep_where,
+    kept_share,
+    restated,
+)
 
 RULES = get_args(Rule)
 SMOOTHED = [(rule, smoothing) for rule in RULES for smoothing in (0.0, 0.9) if (rule, smoothing) != ("theory", 0.9)]
@@ -29,7 +40,9 @@ def play(settings: Settings, seen: list[Sums]) -> list[TunerState]:
     state = fresh(settings, tuners=len(seen[0].dg), device=CPU)
     states = []
     for each in seen:
-        state = advance(state, each, settings=settings, betas=betas)
+        state = advance(state, each, settings=settings, betas=betas, lr=torch.ones_like(state.lr))
+        longest = gradient_limit(state.longest, each.gg.sqrt())[1]
+        state = state._replace(longest=longest)
         states.append(state)
     return states
 
@@ -74,8 +87,8 @@ def test_the_arguments_are_left_as_they_were(rule: Rule, smoothing: float) -> No
     betas = torch.tensor(settings.betas, dtype=torch.float64)
     state = play(settings, [sums(row) for row in STEPS[:3]])[-1]
     copy = TunerState(*(t.clone() for t in state))
-    once = advance(state, sums(STEPS[3]), settings=settings, betas=betas)
-    again = advance(state, sums(STEPS[3]), settings=settings, betas=betas)
+    once = advance(state, sums(STEPS[3]), settings=settings, betas=betas, lr=torch.ones_like(state.lr))
+    again = advance(state, sums(STEPS[3]), settings=settings, betas=betas, lr=torch.ones_like(state.lr))
     assert all(map(torch.equal, state, copy))
     assert all(map(torch.equal, once, again))
 
@@ -83,7 +96,7 @@ def test_the_arguments_are_left_as_they_were(rule: Rule, smoothing: float) -> No
 @pytest.mark.parametrize(("rule", "smoothing"), SMOOTHED)
 def test_nothing_happens_while_delta_is_zero(rule: Rule, smoothing: float) -> None:
     """A warm-up that starts at lr 0 has many such steps: no 0 / 0, and no count that starts too early."""
-    settings = Settings.from_preset(rule=rule, smoothing=smoothing)
+    settings = Settings.from_preset(rule=rule, smoothing=smoothing, s_init="auto")
     states = play(settings, [sums((0.0, 4.0, 9.0, 0.0, 0.0))] * 5)
     assert all(t.isfinite().all() for state in states for t in state)
     assert states[-1].played.item() == 0
@@ -105,7 +118,7 @@ def test_a_meta_device_can_play(rule: Rule) -> None:
     state = fresh(settings, tuners=2, device=meta)
     betas = torch.empty(6, dtype=torch.float64, device=meta)
     seen = Sums.of(torch.empty(2, len(SUMS), dtype=torch.float64, device=meta))
-    after = advance(state, seen, settings=settings, betas=betas)
+    after = advance(state, seen, settings=settings, betas=betas, lr=torch.ones_like(state.lr))
     kept = keep_where(torch.empty((), dtype=torch.bool, device=meta), after, state)
     assert [t.shape for t in kept] == [t.shape for t in state]
 
@@ -128,16 +141,60 @@ def test_a_masked_step_with_nan_keeps_every_entry_too() -> None:
     settings = Settings()
     old = play(settings, [sums(row) for row in STEPS])[-1]
     betas = torch.tensor(settings.betas, dtype=torch.float64)
-    poisoned = advance(old, sums((float("nan"),) * 5), settings=settings, betas=betas)
+    nan = sums((float("nan"),) * 5)
+    poisoned = advance(old, nan, settings=settings, betas=betas, lr=torch.ones_like(old.lr))
     assert poisoned.r.isnan().all()
     assert all(map(torch.equal, keep_where(torch.tensor(False), poisoned, old), old))
 
 
 def test_auto_moves_a_share_of_the_weights_first_and_remembers_it() -> None:
-    states = play(Settings(betas=(1.0,), eps=0.0), [sums(row) for row in STEPS])
+    states = play(Settings(betas=(1.0,), eps=0.0, rule="paper"), [sums(row) for row in STEPS])
     assert states[1].s_init.item() == 1e-3 * (1 + 3.0) / 1.0
     assert states[1].played.item() == states[1].s_init.item()
     assert states[-1].s_init.item() == states[1].s_init.item()
+
+
+def test_the_optimistic_rule_waits_for_a_second_gradient_and_for_longer_updates() -> None:
+    states = play(Settings(), [sums(row) for row in STEPS])
+    assert [state.played.item() > 0 for state in states] == [False, False, True, True, True]
+    assert states[2].s_init.item() == pytest.approx(1e-3 * (1 + 3.0) / 2.0)  # two updates, of length 2 together
+    longer = [*STEPS[:3], (1.0, 2.0, 9.0, 1.5, 36.0)]  # three, of length 6: four thirds of the mean before
+    lowered = play(Settings(), [sums(row) for row in longer])[-1]
+    assert lowered.s_init.item() == pytest.approx(1e-3 * (1 + 3.0) / 2.0 * 3 / 6)
+
+
+def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> None:
+    ten_times = (-30.0, 400.0, 9.0, 1.0, 4.0)
+    states = play(Settings(), [sums(row) for row in (*STEPS[:2], ten_times)])
+    assert states[2].s_init.item() == pytest.approx(1e-3 * (1 + 3.0) / 2.0 / 10)
+
+
+def test_losses_count_fully_where_the_schedule_has_ended() -> None:
+    state = fresh(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
+    weights = [tuner.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.125, 0.0)]
+    assert weights == pytest.approx([0.1, 0.55, 1.0])
+
+
+def test_an_outlier_is_skipped_a_few_times_and_then_taken() -> None:
+    longest, norms = torch.tensor([[1.0]]).double(), torch.tensor(1e6).double()
+    seen = []
+    for _ in range(8):
+        is_outlier, longest = tuner.gradient_limit(longest, norms)
+        seen.append(bool(is_outlier))
+    assert seen == [True] * 4 + [False] * 4
+    assert longest.item() == 1e6
+
+
+def test_a_bettor_with_a_short_memory_does_not_run_away_as_h_fades() -> None:
+    """Near zero loss h is negative and shrinks: without the relative floor the scale grew a hundred millionfold."""
+    fading = [(-(0.9**step), 0.81**step, 9.0, 1.0, 4.0) for step in range(150)]
+    grown = {}
+    for rule in ("optimistic", "paper"):
+        settings = Settings(rule=rule, s_init=1e-3, smoothing=0.0, hindsight=0.0, eps=0.0)
+        scales = [state.played.item() for state in play(settings, [sums(row) for row in (STEPS[0], *fading)])[1:]]
+        grown[rule] = scales[-1] / scales[20]
+    assert grown["optimistic"] < 10
+    assert grown["paper"] > 1e3 * grown["optimistic"]
 
 
 def test_a_number_for_s_init_is_taken_as_it_is() -> None:
@@ -171,7 +228,7 @@ def test_a_cap_before_anything_was_bet_does_not_make_nan() -> None:
 
 def test_smoothing_plays_a_log_average_that_starts_at_the_first_scale() -> None:
     c = 0.75
-    states = play(Settings(s_init=1e-3, smoothing=c), [sums(row) for row in STEPS])
+    states = play(Settings(s_init=1e-3, smoothing=c, rule="paper"), [sums(row) for row in STEPS])
     assert states[1].played.item() == states[1].s.sum().item()
     for before, after in itertools.pairwise(states[1:]):
         expected = before.played.item() ** c * after.s.sum().item() ** (1 - c)

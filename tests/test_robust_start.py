@@ -1,0 +1,95 @@
+"""Gradients as they come in practice: tiny, huge or zero at first, and one that is far off in mid-run.
+
+Loss scales, zero-initialised heads, curricula and broken batches make them. None of them may decide how a run ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.lion import Lion
+
+STEPS = 500
+BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
+    "SGD-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "AdamW": functools.partial(torch.optim.AdamW, lr=0.1),
+    "Lion": functools.partial(Lion, lr=0.1),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.1),
+}
+DISTURBED: dict[str, Callable[[int], float]] = {
+    "first times 1e-12": lambda step: 1e-12 if step == 0 else 1.0,
+    "first times 1e-8": lambda step: 1e-8 if step == 0 else 1.0,
+    "first times 1e-4": lambda step: 1e-4 if step == 0 else 1.0,
+    "first times 1e-2": lambda step: 1e-2 if step == 0 else 1.0,
+    "first times 1e4": lambda step: 1e4 if step == 0 else 1.0,
+    "first zero": lambda step: float(step > 0),
+    "hundred zeros": lambda step: float(step >= 100),
+    "outlier of 1e6": lambda step: 1e6 if step == STEPS // 2 else 1.0,
+    "outlier of 1e3": lambda step: 1e3 if step == STEPS // 2 else 1.0,
+}
+
+
+def noisy_regression() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 8, generator=generator)
+    clean = torch.tanh(x @ torch.randn(8, 4, generator=generator)).sum(1, keepdim=True)
+    return x, clean + 0.5 * torch.randn(512, 1, generator=generator)
+
+
+def final_loss(
+    build: Callable[[Any], torch.optim.Optimizer],
+    factor: Callable[[int], float] = lambda step: 1.0,
+    *,
+    zeros: bool = False,
+    backend: Any = "auto",
+) -> float:
+    """The training loss after a run whose gradients were multiplied by a factor."""
+    torch.manual_seed(0)
+    x, y = noisy_regression()
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    if zeros:
+        nn.init.zeros_(model[2].weight)
+        nn.init.zeros_(model[2].bias)
+    optimizer = mechanize(build(model.parameters()), backend=backend)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        rows = torch.randint(512, (32,), generator=generator)
+        model.zero_grad()
+        (((model(x[rows]) - y[rows]) ** 2).mean() * factor(step)).backward()
+        optimizer.step()
+        schedule.step()
+    return float(((model(x) - y) ** 2).mean())
+
+
+@functools.cache
+def undisturbed(base: str) -> float:
+    return final_loss(BASES[base])
+
+
+@pytest.mark.filterwarnings("ignore:a gradient was not finite, or more than 100 times as long")
+@pytest.mark.parametrize("kind", DISTURBED)
+@pytest.mark.parametrize("base", BASES)
+def test_a_gradient_that_is_far_off_does_not_decide_the_run(base: str, kind: str) -> None:
+    """A first one of 1e-4 ended at inf with SGD; one of 1e6 cut AdamW's learning rate a thousandfold for good."""
+    disturbed = final_loss(BASES[base], DISTURBED[kind])
+    assert disturbed <= 1.05 * undisturbed(base)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_head_that_starts_at_zero_trains(base: str) -> None:
+    assert final_loss(BASES[base], zeros=True) <= 1.05 * undisturbed(base)
+
+
+def test_a_base_whose_first_updates_are_next_to_nothing_trains() -> None:
+    """RAdam takes plain gradient steps at first, which are as short as the gradients are."""
+    small = functools.partial(final_loss, functools.partial(torch.optim.RAdam, lr=0.1))
+    assert small(lambda step: 1e-6) <= 1.05 * small()
