@@ -299,10 +299,13 @@ class Wrapper(Optimizer):
         """Fixes the learning rate that delta is measured in, at the first step made that has one above 0.
 
         A device decides by itself whether a step is made: the unit holds until somebody has to know, which is when
-        the learning rate turns out to be another one in the next step.
+        the learning rate turns out to be another one in the next step. One that is a tensor on a GPU is read once.
         """
+        is_settled = progress.unit_since is None or is_capturing(progress.steps.device)
+        if progress.unit > 0 and (is_settled or any(map(_has_lr_on_device, self.param_groups))):
+            return True
         peak = max(map(_peak_lr, self.param_groups)) if self.settings.normalize_lr else 1.0
-        if progress.unit != peak and not is_capturing(progress.steps.device):
+        if progress.unit != peak:
             self._settle_unit(progress)
         if progress.unit == 0 and peak > 0:
             progress.unit, progress.unit_since = peak, progress.steps.clone()
@@ -413,6 +416,11 @@ def _at_unit(settings: Settings, unit: float, delta_unit: float) -> Settings:
     if delta_unit != unit:
         settings = settings.at_lr(unit)
     return settings if settings.max_scale is None else replace(settings, max_scale=settings.max_scale * delta_unit)
+
+
+def _has_lr_on_device(group: Group) -> bool:
+    lr = group.get("initial_lr", group.get("lr"))
+    return isinstance(lr, Tensor) and lr.device.type != "cpu"
 
 
 def _peak_lr(group: Group) -> float:
