@@ -113,13 +113,15 @@ class MechanicOptimizer(Wrapper):
     def _was_false_start(self, vector: Tensor, progress: Progress) -> bool:
         """Whether the one gradient so far was an outlier beside this one. The weights have not moved yet.
 
-        On a GPU, which would have to be waited for, only the second call looks.
+        Never for a base whose state cannot be dropped: it was there before the first step, or an engine has views of
+        it. DeepSpeed's engines therefore keep such a gradient; those that call `decide` do not come here at all. On a
+        GPU, which would have to be waited for, only the second call looks.
         """
         on_cpu = vector.device.type == "cpu"
         if self.settings.rule != "optimistic" or not (on_cpu or self._calls == 2) or is_capturing(vector.device):
             return False
-        if self.base.state and not all(DELTA in known for known in self.base.state.values()):
-            return False  # what a base has made by itself, it would miss
+        if self._has_history or self.count is not None:
+            return False
         norms = Sums.of(vector[:-1].view(-1, len(SUMS))).gg.sqrt()
         is_second = progress.tuner.gradients.max() == 1
         return bool(is_second & was_outlier(progress.tuner.longest, norms).any())

@@ -60,6 +60,8 @@ class Wrapper(Optimizer):
 
     # GradScaler must unscale and decide by itself: a fused base would skip its own update, but not Mechanic's.
     _step_supports_amp_scaling = False
+    _has_history = True
+    """Whether the base had state before Mechanic's first step: made when it was built, or loaded from a plain run."""
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class Wrapper(Optimizer):
         self.group = group
         self.sync_replicas = sync_replicas
         self.backend = backend
+        self._has_history = bool(base.state)
         before = vars(base).get(_LIVE)
         self._start()
         self._continue(before)
@@ -166,6 +169,8 @@ class Wrapper(Optimizer):
         progress, notice = checkpoint.read(self.param_groups, self.settings, tuners=self._tuners(), device=device)
         if notice is not None:
             warnings.warn(notice, stacklevel=4)
+        if not progress.seen:
+            self._has_history = bool(self.state)
         if notice is not None or not progress.seen:
             self._write(progress)
         return progress
@@ -194,6 +199,7 @@ class Wrapper(Optimizer):
             checkpoint.check_tuner(self.param_groups, self.settings)
             self._write_tuner()
             return
+        self._has_history = bool(self.state)
         with with_real_tensors():
             self._write(Progress.new(self.settings, tuners=self._tuners(), device=torch.device("cpu")))
 
@@ -278,8 +284,8 @@ class Wrapper(Optimizer):
         And without `step`, which a scheduler plants on the instance, and the process group, which has no pickle.
         """
         self._write_tuner()
-        kept = ("base", "settings", "sync_replicas", "backend")
-        return {name: self.__dict__[name] for name in kept}
+        kept = ("base", "settings", "sync_replicas", "backend", "_has_history")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

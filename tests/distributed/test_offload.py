@@ -14,7 +14,7 @@ from setups import BASES, Run, fsdp2, make_net
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.reduction import _reachable_device
+from mechanic_plugins.reduction import reachable_device
 
 
 def train(rank: int, offload: bool) -> dict[str, Any]:
@@ -49,4 +49,4 @@ def test_the_sums_travel_where_the_group_can_reduce(
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(current_device=lambda: 3))
     group: Any = SimpleNamespace(_device_types=[torch.device(kind) for kind in reduces_on])
-    assert _reachable_device(group, torch.device(sums_on)) == torch.device(chosen)
+    assert reachable_device(group, torch.device(sums_on)) == torch.device(chosen)

@@ -1,0 +1,65 @@
+"""Gradients that are far off, on shards: all ranks skip them, or begin anew, together and as one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from comparing import assert_all_close
+from ranks import Ranks
+from setups import Run
+
+STEPS = 12
+FACTORS = {"first": {0: 1e4}, "in mid-run": {6: 1e4}, "both": {0: 1e4, 6: 1e6}}
+
+pytestmark = pytest.mark.filterwarnings("ignore:a gradient was not finite, or more than 100 times as long")
+
+
+def train(rank: int, name: str, base: str, factors: dict[int, float]) -> dict[str, Any]:
+    run = Run.start(name, base=base, s_init="auto", s_decay=0.0)
+    for step in range(STEPS):
+        run.backward(step)
+        for p in run.setup.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(factors.get(step, 1.0))
+        run.step()
+    return {**run.result(), "skipped": run.optimizer.metrics()["mechanic/skipped_steps"]}
+
+
+@pytest.mark.parametrize("when", FACTORS)
+@pytest.mark.parametrize("base", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("name", "world"), [("ddp", 2), ("fsdp2", 4), ("hsdp", 4), ("fsdp1_full_shard_flat", 2)], ids=str
+)
+def test_ranks_drop_an_outlier_as_one_process_does(
+    ranks: Callable[[int], Ranks], name: str, world: int, base: str, when: str
+) -> None:
+    factors = FACTORS[when]
+    expected = train(0, "alone", base, factors)
+    results = ranks(world)(train, name, base, factors)
+    assert expected["skipped"] == (6 in factors)
+    assert expected["tuner"]["steps"] == STEPS - len(factors)
+    assert all(result["skipped"] == expected["skipped"] for result in results)
+    assert_all_close(results, expected, tolerance=1e-12)
+
+
+def train_resumed(rank: int, stop: int) -> list[Any]:
+    """A first gradient that is forgotten at the second step, with a checkpoint after `stop` steps."""
+    run = Run.start("fsdp2", s_init="auto", s_decay=0.0)
+    for step in range(STEPS):
+        if step == stop:
+            saved, weights = run.optimizer.state_dict(), run.setup.model.state_dict()
+            run = Run.start("fsdp2", seed=1, s_init="auto", s_decay=0.0)
+            run.setup.model.load_state_dict(weights)
+            run.optimizer.load_state_dict(saved)
+        run.backward(step)
+        for p in run.setup.model.parameters():
+            p.grad.mul_(1e4 if step == 0 else 1.0)  # type: ignore[union-attr]
+        run.step()
+    return [run.weights(), run.optimizer.tuner.s.tolist(), run.optimizer.metrics()["mechanic/steps"]]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5])
+def test_a_start_that_was_forgotten_resumes_bit_for_bit(ranks: Callable[[int], Ranks], stop: int) -> None:
+    assert ranks(2)(train_resumed, stop) == ranks(2)(train_resumed, -1)

@@ -1,0 +1,73 @@
+"""A first gradient that is an outlier is forgotten, except where the base's state is not Mechanic's to drop."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mechanic_plugins import MechanicOptimizer, mechanize
+
+
+class FillsItsStateWhenBuilt(torch.optim.Optimizer):
+    """AdaGrad, as old code writes it. A counter lies beside the parameters' state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.state["calls"] = 0  # type: ignore[index, assignment]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["calls"] += 1  # type: ignore[index, operator]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"].add_(p.grad**2)
+                p.sub_(group["lr"] * p.grad / self.state[p]["sum"].sqrt())
+
+
+def weights() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+def train(opt: MechanicOptimizer, *gradients: float) -> float:
+    """Steps with constant gradients; how many of them are remembered."""
+    p: Tensor = opt.param_groups[0]["params"][0]
+    for value in gradients:
+        p.grad = torch.full_like(p, value)
+        opt.step()
+    return opt.metrics()["mechanic/steps"]
+
+
+def test_a_first_gradient_that_is_an_outlier_is_forgotten() -> None:
+    disturbed, clean = weights(), weights()
+    assert train(mechanize(torch.optim.AdamW([disturbed], lr=0.1)), 1e4, 1, 1, 1) == 3
+    train(mechanize(torch.optim.AdamW([clean], lr=0.1)), 1, 1, 1)
+    assert torch.equal(disturbed, clean)
+
+
+@pytest.mark.parametrize("again", [lambda opt: opt, copy.deepcopy], ids=["itself", "copied"])
+def test_a_base_that_fills_its_state_when_built_keeps_it(again: Any) -> None:
+    """Its state was cleared at the second step, and the base raised KeyError."""
+    opt = mechanize(FillsItsStateWhenBuilt([weights()]))
+    train(opt, 1e4)
+    assert train(again(opt), 1, 1, 1) == 4
+
+
+def test_moments_loaded_from_a_plain_run_are_kept() -> None:
+    """The moments of a long run went with the first gradient after it."""
+    p = weights()
+    plain = torch.optim.AdamW([p], lr=0.1)
+    for _ in range(5):
+        p.grad = torch.ones_like(p)
+        plain.step()
+    opt = mechanize(torch.optim.AdamW([p], lr=0.1))
+    with pytest.warns(UserWarning, match="the base's moments are kept"):
+        opt.load_state_dict(plain.state_dict())
+    assert train(opt, 1e4, 1) == 2
+    assert opt.state[p]["step"] == 7
