@@ -57,7 +57,7 @@ def test_the_end_of_fit_names_the_highest_learning_rate_in_force(caplog: pytest.
 
 def test_a_run_that_was_too_short_is_told_so(pl: ModuleType) -> None:
     with pytest.warns(UserWarning, match="AdamW: Mechanic's scale was still rising"):
-        trainer(pl, Mechanic()).fit(module(pl), loader())
+        trainer(pl, Mechanic(first_move=1e-7)).fit(module(pl), loader())
 
 
 def test_a_run_of_few_steps_is_not_judged_however_many_batches_it_takes() -> None:
