@@ -51,7 +51,7 @@ def trained(folder: Path, model: Any = None, *, steps: int = 20, **options: Any)
 
 def test_the_end_of_a_run_says_the_learned_learning_rate(tmp_path: Path, said: list[str]) -> None:
     """Neither a line nor the metrics told it; a run that was too short looked like any other."""
-    trainer = trained(tmp_path, learning_rate=1e-3)
+    trainer = trained(tmp_path, learning_rate=1e-3, optim_args="preset=0.1")
     logs = trainer.state.log_history
     peak = max(entry["mechanic/effective_lr"] for entry in logs if "loss" in entry)
     assert logs[-1]["mechanic/peak_lr"] == pytest.approx(peak)
