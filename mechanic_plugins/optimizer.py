@@ -295,7 +295,7 @@ class MechanicOptimizer(Wrapper):
 
     def _tuned_lrs(self, progress: Progress) -> list[float | Tensor]:
         """For each tuner where its groups' schedule stands, as a learning rate; 0 for a base that ignores one."""
-        tuned: list[Schedule] = [Schedule() for _ in progress.tuner.s]
+        tuned = [Schedule(progress.lr_refs) for _ in progress.tuner.s]
         if not bases.ignores_a_schedule(self.base):
             for group in self.param_groups:
                 index = progress.row_of(group) or 0

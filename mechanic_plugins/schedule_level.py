@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import math
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ class Schedule:
     or because it was added late, the others tell where the schedule is: their scale must not fall for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[int, float]) -> None:
+        """`known` has the first learning rates of the groups that were there before: none counts for more later."""
+        self._ceiling = max(known.values(), default=math.inf)
         self._highest: float | Tensor = 0.0
         self._highest_ref = 0.0
         self._ratios: list[float] = []
@@ -34,7 +37,7 @@ class Schedule:
         lr = float(lr)
         self._highest = _higher(self._highest, lr)
         if index not in refs and (first := float(group.get("initial_lr", lr))) > 0:
-            refs[index] = first
+            refs[index] = min(first, self._ceiling)
         if index in refs:
             self._highest_ref = max(self._highest_ref, refs[index])
             self._ratios.append(lr / refs[index])

@@ -913,3 +913,20 @@ def test_mechanizing_warns_of_nothing() -> None:
         opt = mechanize(ADAMW(model.parameters()))
         train(model, opt, 3)
     assert opt.metrics()[SKIPPED] == 0
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_the_scale_of_the_loss_does_not_matter_to_sgd(scale: float) -> None:
+    """eps was absolute: with a loss of a millionth the scale hardly rose."""
+    ends = []
+    for factor in (1.0, scale):
+        model = perceptron(torch.float64)
+        opt = mechanize(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(60):
+            backward(model, step)
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad *= factor
+            opt.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-9)

@@ -109,3 +109,32 @@ def test_a_base_that_ignores_its_schedule_is_left_alone() -> None:
         train(model, opt, 20, first=5)
     assert opts[0].scale.item() == opts[1].scale.item() > 0
     assert not differences(models[0].state_dict(), models[1].state_dict())
+
+
+@pytest.mark.parametrize("how", ["raised by hand", "added late"])
+def test_one_groups_higher_lr_leaves_the_others_alone(how: str) -> None:
+    """The highest lr stood for the schedule: raising one group's a hundredfold cut all others' by as much."""
+    model = perceptron(torch.float64)
+    body, head = list(model[0].parameters()), list(model[2].parameters())
+    groups = [{"params": body}] if how == "added late" else [{"params": body}, {"params": head}]
+    opt = mechanize(ADAMW(groups, lr=1e-3))
+    train(model, opt, 60)
+    before = opt.effective_lrs[0]
+    if how == "added late":
+        opt.add_param_group({"params": head, "lr": 0.1})
+    opt.param_groups[1]["lr"] = 0.1
+    train(model, opt, 1, first=60)
+    assert opt.effective_lrs[0] == pytest.approx(before, rel=0.2)
+    assert opt.effective_lrs[1] == pytest.approx(100 * opt.effective_lrs[0])
+
+
+def test_a_schedule_that_raises_all_groups_is_cancelled_as_before() -> None:
+    model = perceptron(torch.float64)
+    groups = [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2].parameters(), "lr": 0.1}]
+    opt = mechanize(ADAMW(groups))
+    train(model, opt, 60)
+    before = opt.effective_lrs
+    for group in opt.param_groups:
+        group["lr"] *= 50
+    train(model, opt, 1, first=60)
+    assert opt.effective_lrs == pytest.approx(before, rel=0.2)
