@@ -105,6 +105,7 @@ METHODS: dict[str, Method] = {
     "mechanic": mechanic(),
     "mechanic, other lrs": mechanic(1e-6, 1e-3, 10.0),
     "mechanic, preset paper": mechanic(preset="paper"),
+    "mechanic, preset 0.1": mechanic(preset="0.1"),
     "mechanic but hindsight 1": mechanic(hindsight=1.0),
     "mechanic but hindsight 0.1": mechanic(hindsight=0.1),
     "mechanic but hindsight 0": mechanic(hindsight=0.0),
