@@ -73,7 +73,7 @@ class MechanicOptimizer(Wrapper):
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Algorithm 1. A step with a gradient that is not finite, or with none at all, changes nothing.
+        """Algorithm 1. A step whose gradient is not finite, or an outlier, or not there at all, changes nothing.
 
         A parameter without a gradient still follows the scale, unless its `requires_grad` is False. At a learning rate
         of 0 in every group the weights and the scale stay where they are.
