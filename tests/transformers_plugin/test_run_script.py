@@ -134,7 +134,7 @@ def test_a_script_may_set_torch_up_before_it_imports_it(folder: Path) -> None:
     program = """
 import os, sys
 assert "torch" not in sys.modules
-os.environ["OMP_NUM_THREADS"] = "3"
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "3"
 import torch
 print(torch.get_num_threads())
 """
