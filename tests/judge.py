@@ -89,6 +89,7 @@ class Judge(Reference):
         self.had_grad = [had or g is not None for had, g in zip(self.had_grad, grads, strict=True)]
         u = self.base_update(grads)
         self.find_c()
+        self.note_first_lrs()
         for part in self.parts:
             if part.own_warmup:
                 part.highest_lr = max(part.highest_lr, self.lr_of(part))

@@ -251,6 +251,7 @@ class Reference:
         if eps is None:
             eps = {"optimistic": 0.0, "experiments": 1e-10}.get(rule, 1e-8)
         self.skipped = 0
+        self.first_lrs: dict[int, float] = {}
 
         groups = [self._indices(group) for group in self.base.param_groups]
         parts = groups if scope == "group" else [[i for indices in groups for i in indices]]
@@ -285,6 +286,7 @@ class Reference:
         g = self.minimised_gradients(grads)
         u = self.base_update(grads)
         self.find_c()
+        self.note_first_lrs()
         for part, growth_of_g in zip(self.parts, longer, strict=True):
             if self.c is not None:  # with no learning rate seen yet Delta is 0: there is nothing to tune
                 growth = part.meet_lr(self.lr_of(part))
@@ -322,10 +324,24 @@ class Reference:
         """How much longer the part's gradient is than the longest before it, which fades over a thousand steps."""
         return self.norm_of(part, g) / part.longest if part.longest > 0 else 1.0
 
+    def note_first_lrs(self) -> None:
+        """Each group's first learning rate above 0; a group that comes later counts for no more than the others."""
+        ceiling = max(self.first_lrs.values(), default=math.inf)
+        for k, group in enumerate(self.base.param_groups):
+            first = float(group.get("initial_lr", group["lr"]))
+            if k not in self.first_lrs and first > 0:
+                self.first_lrs[k] = min(first, ceiling)
+
     def lr_of(self, part: Part) -> float:
-        """The highest learning rate among the part's groups."""
-        mine = [group for group in self.base.param_groups if set(self._indices(group)) & set(part.indices)]
-        return max(float(group["lr"]) for group in mine)
+        """Where the schedule of the part's groups stands: their highest learning rate, if they have all moved alike."""
+        groups = list(enumerate(self.base.param_groups))
+        if self.scope == "group":
+            groups = [(k, group) for k, group in groups if set(self._indices(group)) & set(part.indices)]
+        highest = max(float(group["lr"]) for _, group in groups)
+        ratios = [float(group["lr"]) / self.first_lrs[k] for k, group in groups if k in self.first_lrs]
+        if not ratios or min(ratios) >= max(ratios) * (1 - 1e-9):
+            return highest
+        return min(ratios) * max(self.first_lrs[k] for k, _ in groups if k in self.first_lrs)
 
     def minimised_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradients of what is minimised, 0 where there is none."""
