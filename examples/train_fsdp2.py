@@ -259,7 +259,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; weights and optimizer stay float32")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--warmup", type=int, default=20)
-    parser.add_argument("--smoothing", type=float, help="Mechanic's; 0.9 for runs of less than 500 steps")
+    parser.add_argument("--smoothing", type=float, help="Mechanic's: see mechanize()")
     parser.add_argument("--batch", type=int, default=32, help="sequences a step, over all processes")
     parser.add_argument("--clip", type=float, default=1.0, help="the gradient's largest norm")
     parser.add_argument("--seed", type=int, default=0)

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 __all__ = [
     "can_fuse_on_cpu",
     "check_supported",
-    "has_state_before_step",
     "ignores_a_schedule",
     "is_exact_in_16_bits",
     "is_linear_in_lr",
@@ -108,11 +107,6 @@ def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:
         # a skipped first step would leave SGD's momentum buffer allocated and never written
         return all("momentum_buffer" in base.state.get(p, ()) for p in params if p.grad is not None)
     return True
-
-
-def has_state_before_step(base: Optimizer) -> bool:
-    """Adagrad fills its state when it is built."""
-    return len(base.state) > 0
 
 
 def check_supported(base: Any) -> None:

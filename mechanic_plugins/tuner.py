@@ -210,8 +210,8 @@ def restated(state: TunerState, sums: Sums, lr: Tensor) -> tuple[TunerState, Sum
 
 
 def noted(state: TunerState, lr: Tensor) -> TunerState:
-    """Only remembers a new maximum of the learning rate."""
-    return state._replace(lr=torch.maximum(state.lr, lr))
+    """Only remembers a new maximum of the learning rate; an lr of NaN is none."""
+    return state._replace(lr=torch.where(lr > state.lr, lr, state.lr))
 
 
 def keep_where(condition: Tensor, new: TunerState, old: TunerState) -> TunerState:

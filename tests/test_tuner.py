@@ -22,6 +22,7 @@ from mechanic_plugins.tuner import (
     gradient_limit,
     keep_where,
     kept_share,
+    noted,
     restated,
 )
 
@@ -287,3 +288,10 @@ def test_the_first_lr_restates_nothing() -> None:
     state = fresh(Settings(), tuners=1, device=CPU)
     new, _, fall = restated(state, sums(STEPS[1]), torch.tensor([[0.1]]).double())
     assert (fall.item(), new.lr.item()) == (1.0, pytest.approx(0.1))
+
+
+def test_an_lr_of_nan_is_not_remembered() -> None:
+    """While the scale is frozen nothing else looks at it: it would be the highest one for ever."""
+    state = fresh(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.25]]).double())
+    assert noted(state, torch.tensor([[math.nan]]).double()).lr.item() == 0.25
+    assert noted(state, torch.tensor([[0.5]]).double()).lr.item() == 0.5
