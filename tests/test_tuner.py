@@ -10,21 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core import tuner
+from mechanic_plugins.core import rules, tuner, tuner_state
 from mechanic_plugins.core.settings import Rule, Settings
-from mechanic_plugins.core.tuner import (
-    SCALARS,
-    SUMS,
-    Sums,
-    TunerState,
-    advance,
-    delta_factor,
-    gradient_limit,
-    initial_state,
-    keep_where,
-    noted,
-    rescale_to_lr,
-)
+from mechanic_plugins.core.tuner import advance, delta_factor, gradient_limit, noted, rescale_to_lr
+from mechanic_plugins.core.tuner_state import SCALARS, SUMS, Sums, TunerState, initial_state, keep_where
 
 RULES = get_args(Rule)
 SMOOTHED = [(rule, smoothing) for rule in RULES for smoothing in (0.0, 0.9) if (rule, smoothing) != ("theory", 0.9)]
@@ -125,7 +114,7 @@ def test_a_meta_device_can_play(rule: Rule) -> None:
 
 
 def test_the_module_knows_no_optimizer_and_no_distribution() -> None:
-    tree = ast.parse(inspect.getsource(tuner))
+    tree = ast.parse("".join(map(inspect.getsource, (rules, tuner, tuner_state))))
     names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     assert not names & {"item", "tolist", "cpu", "numpy", "distributed", "optim"}
 
@@ -172,7 +161,7 @@ def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> No
 
 def test_losses_count_fully_where_the_schedule_has_ended() -> None:
     state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
-    weights = [tuner.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.125, 0.0)]
+    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.125, 0.0)]
     assert weights == pytest.approx([0.1, 0.55, 1.0])
 
 
@@ -295,3 +284,17 @@ def test_an_lr_of_nan_is_not_remembered() -> None:
     state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.25]]).double())
     assert noted(state, torch.tensor([[math.nan]]).double()).lr.item() == 0.25
     assert noted(state, torch.tensor([[0.5]]).double()).lr.item() == 0.5
+
+
+def test_scaled_gradients_scale_their_sums() -> None:
+    """What engines use to unscale and clip after the sums were taken."""
+    d, g, x = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    factor = torch.tensor(0.25, dtype=torch.float64)
+
+    def vector(g: Tensor) -> Tensor:
+        products = {"d": d, "g": g, "x": x}
+        one = torch.stack([products[a].dot(products[b]) for a, b in SUMS])
+        return torch.cat([one, 2 * one, torch.ones(1, dtype=torch.float64)])
+
+    scaled = tuner_state.with_scaled_gradients(vector(g), factor)
+    torch.testing.assert_close(scaled, vector(factor * g), rtol=1e-15, atol=0)

@@ -27,7 +27,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import DELTA, ParamState
-from mechanic_plugins.core.tuner import SUMS
+from mechanic_plugins.core.tuner_state import with_scaled_gradients
 from mechanic_plugins.deepspeed.universal import mend_universal_load, mend_universal_load_of_stage3
 from mechanic_plugins.distributed.reduction import AllReduce
 from mechanic_plugins.distributed.sharding import Counting, reduction_for
@@ -227,12 +227,10 @@ class _Conductor:
                 start += grad.numel()
 
     def _unscaled(self, sums: Tensor, total_norm: Any) -> Tensor:
-        """The sums for unscaled and clipped gradients: `dg` is linear in the gradient, `gg` quadratic."""
+        """The sums for unscaled and clipped gradients."""
         factor = torch.ones(1, device=self.layout.shards()[0].device)
         self.layout.unscale(factor, total_norm)
-        factor = factor.to(sums)
-        powers = torch.stack([{"dg": factor, "gg": factor**2}.get(name, factor**0) for name in SUMS], dim=1)
-        return torch.cat([(sums[:-1].view(-1, len(SUMS)) * powers).flatten(), sums[-1:]])
+        return with_scaled_gradients(sums, factor.to(sums)[0])
 
     def _refuse_to_count(self, params: Sequence[Tensor]) -> NoReturn:
         raise RuntimeError(
