@@ -29,7 +29,6 @@ __all__ = [
     "is_fake",
     "local",
     "reduction_for",
-    "refuse_unattached",
     "with_real_tensors",
 ]
 
@@ -87,21 +86,6 @@ def _count_replicas(params: Sequence[Tensor]) -> Counting:
     if replicas is None:
         return Counting(Identity(), dict.fromkeys(map(id, params), 1.0))
     return Counting(AllReduce(replicas.group), {key: 1 / copies for key, copies in replicas.copies.items()})
-
-
-def refuse_unattached(optimizer: object) -> None:
-    """DeepSpeed hands each rank other pieces of the weights, and nothing on them says so: each rank would tune alone.
-
-    It is found by looking for one of DeepSpeed's objects that holds this optimizer as its own: a scan, made once.
-    """
-    if "deepspeed" not in sys.modules:
-        return
-    for o in (o for o in gc.get_objects() if str(type(o).__module__).startswith("deepspeed.")):
-        if getattr(o, "__dict__", {}).get("optimizer") is optimizer:
-            raise RuntimeError(
-                f"DeepSpeed's {type(o).__name__} steps this optimizer, and Mechanic is not attached to it: every rank "
-                "would learn a scale of its own. import mechanic_plugins.deepspeed before deepspeed.initialize()."
-            )
 
 
 def is_dtensor(t: object) -> bool:
