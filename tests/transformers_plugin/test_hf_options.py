@@ -69,9 +69,10 @@ def test_every_option_but_the_process_group_can_be_written() -> None:
         ("s_decay", "must look like 'key=value,key=value', got 's_decay'"),
         ("s_decay=", "must look like 'key=value,key=value', got 's_decay='"),
         ("s_decay=much", "s_decay='much', which must be a number"),
+        ("s_init=automatic", "s_init='automatic', which must be a number or auto"),
         ("rule=papr", "rule='papr', which must be one of optimistic, paper, experiments, optax, theory"),
         ("normalize_lr=perhaps", "which must be true or false"),
-        ("mechanic.betas=0.9;0.99", "numbers with colons"),
+        ("mechanic.betas=0.9;0.99", "numbers separated by colons"),
         ("s_deca=0.1", "did you mean 's_decay'"),
         ("base.amsgrat=true", "did you mean 'amsgrad'"),
         (
