@@ -179,7 +179,7 @@ FLOORS: list[tuple[str, dict[str, Any], float, str]] = [
         "min_lr=1e-05, .* 0.2 of the .*min_lr_rate",
     ),
     ("cosine_warmup_with_min_lr", {"min_lr": 1e-5}, 5e-5, "min_lr_rate"),
-    ("polynomial", {"lr_end": 1e-5}, 5e-5, "With learning_rate=1.0, lr_end is the share itself"),
+    ("polynomial", {"lr_end": 1e-5}, 5e-5, "With learning_rate=1.0, lr_end is the fraction itself"),
     ("polynomial", {}, 1e-6, "lr_end=1e-07, .* 0.1 of the learned peak"),
 ]
 RELATIVE: list[tuple[str, dict[str, Any], float]] = [
