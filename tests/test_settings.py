@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import inspect
 import math
+from dataclasses import fields
 from typing import Any, get_args
 
 import pytest
 import torch
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.core.settings import Rule, Settings
+from mechanic_plugins.api import Options
+from mechanic_plugins.core.settings import LEFT_OPEN, Rule, Settings
 
 NAN, INF = math.nan, math.inf
 
@@ -144,6 +147,13 @@ def test_a_base_with_a_longer_step_gets_constants_for_the_same_trajectory() -> N
     longer = Settings(s_init=1e-6, s_decay=0.5, eps=1e-8).at_lr(10.0)
     assert longer == Settings(s_init=1e-7, s_decay=5.0, eps=1e-7)
     assert Settings().at_lr(10.0).s_init == "auto"
+
+
+def test_every_setting_is_an_option_with_the_same_default() -> None:
+    options = inspect.signature(mechanize).parameters
+    assert options.keys() - {"optimizer"} == Options.__annotations__.keys()
+    expected = {field.name: None if field.name in LEFT_OPEN else field.default for field in fields(Settings)}
+    assert {name: options[name].default for name in expected} == expected
 
 
 def test_what_is_no_optimizer_is_refused_with_a_remedy() -> None:
