@@ -49,12 +49,12 @@ class Settings:
 
     betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
     s_init: float | Literal["auto"] = "auto"
-    first_move: float = 1e-3
+    first_move: float = 3e-3
     s_decay: float = 0.0
     eps: float = 0.0
     rule: Rule = "optimistic"
     smoothing: float = 0.97
-    hindsight: float = 0.3
+    hindsight: float = 0.15
     own_warmup: bool = True
     max_scale: float | None = None
     scope: Scope = "all"
@@ -125,7 +125,7 @@ _ALLOWED: dict[str, _Allowed] = {
         "a number > 0 and < 1",
         lambda x: _is_number(x) and 0 < x < 1,
         "with s_init='auto' it is the length of the first move relative to the norm of the weights. The default is "
-        "1e-3.",
+        "3e-3.",
     ),
     "s_decay": _Allowed(
         "a finite number >= 0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import functools
 import importlib
@@ -33,6 +34,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from mechanic_plugins import mechanize
 from mechanic_plugins.api import Options
+from mechanic_plugins.core.settings import LEFT_OPEN, Settings
 from mechanic_plugins.lightning import Mechanic
 from mechanic_plugins.lightning.checks import warn_of_floors
 from mechanic_plugins.lightning.packages import check_version
@@ -333,8 +335,17 @@ def test_it_takes_every_keyword_of_mechanize_with_its_default() -> None:
     theirs, ours = inspect.signature(mechanize).parameters, inspect.signature(Mechanic).parameters
     expected = {name: (p.default, p.annotation) for name, p in theirs.items() if name != "optimizer"}
     assert {name: (p.default, p.annotation) for name, p in ours.items() if name not in ("log", "prog_bar")} == expected
-    documented = re.findall(r"^    (\w+): ", str(inspect.getdoc(Mechanic)).partition("Args:")[2], re.MULTILINE)
-    assert documented == list(ours)
+
+
+@pytest.mark.parametrize("documented", [mechanize, Mechanic])
+def test_every_option_is_documented_with_its_default(documented: Any) -> None:
+    section = str(inspect.getdoc(documented)).partition("Args:\n")[2].partition("\n\n")[0]
+    parts = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
+    texts = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(texts) == list(inspect.signature(documented).parameters)
+    for name in LEFT_OPEN:
+        _, _, default = texts[name].rpartition("[")
+        assert ast.literal_eval(re.split("[]:]", default)[0]) == getattr(Settings, name), name
 
 
 def test_every_option_reaches_the_optimizer() -> None:
