@@ -62,7 +62,7 @@ class Wrapper(Optimizer):
         known_bases.check_supported(base)
         check_backend(backend)
         self.base = base
-        self.settings = settings
+        self.settings = settings.for_base(steps_grow_with_gradient=known_bases.steps_grow_with_gradient(base))
         self.group = group
         self.sync_replicas = sync_replicas
         self.backend = backend
