@@ -197,6 +197,7 @@ def test_every_base_and_rule_on_an_ill_conditioned_quadratic(row: Row, rule: str
     assert_same(seen, reference_trace(row, rule, "quadratic"), tolerance=allowed(row, rule, "quadratic"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", OPTIMIZERS, ids=str)
 def test_every_base_on_a_network(row: Row) -> None:
     name = "mlp-matrices" if row.matrices_only else "mlp"
@@ -205,6 +206,7 @@ def test_every_base_on_a_network(row: Row) -> None:
     assert_same(seen, reference_trace(row, "optimistic", name), tolerance=allowed(row, "optimistic", name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", OPTIMIZERS, ids=str)
 def test_every_base_as_the_paper_has_it(row: Row) -> None:
     """Algorithm 1 itself, lambda included: the defaults go beyond it."""
@@ -218,6 +220,7 @@ def test_every_base_as_the_paper_has_it(row: Row) -> None:
 IN_TURN = [(row, RULES[1 + index % len(RULES[1:])]) for index, row in enumerate(OPTIMIZERS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "rule"), IN_TURN, ids=str)
 def test_every_other_rule_on_a_network(row: Row, rule: str) -> None:
     """Each base under one of them: the quadratic has seen all pairs, and neither knows of the other."""

@@ -322,6 +322,7 @@ class TrainingLoop(RuleBasedStateMachine):
                 self.judge.x_ref[i] = self.judge.x_ref[i] + shift
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", OPTIMIZERS, ids=str)
 def test_training_loops(row: Row) -> None:
     machine = type(f"Loop{row.name}", (TrainingLoop,), {"rows": [row]})
