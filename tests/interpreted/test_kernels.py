@@ -12,7 +12,8 @@ from kernel_cases import EPS
 
 from mechanic_plugins.core.param_state import IndexRange, ParamState, needs_reference
 from mechanic_plugins.kernels.foreach import ForeachBatch
-from mechanic_plugins.kernels.multi_tensor import TritonBatch, kind_of
+from mechanic_plugins.kernels.triton_batch import TritonBatch
+from mechanic_plugins.kernels.triton_support import kind_of
 
 SHAPES = [(3, 5), (4097,), (0,), (), (17, 33), (2, 3, 4, 5)]
 
