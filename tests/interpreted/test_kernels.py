@@ -44,7 +44,7 @@ def pointed(rows: TritonBatch, param_states: list[ParamState]) -> TritonBatch:
 
 def summed(rows: TritonBatch | ForeachBatch, param_states: list[ParamState], *, maximize: bool = False) -> torch.Tensor:
     out = torch.zeros(11, dtype=torch.float64)
-    rows.add_sums(xs_of(param_states), grads_of(param_states), out, row=1, weight=0.5, maximize=maximize)
+    rows.add_sums(xs_of(param_states), grads_of(param_states), out, tuner_index=1, weight=0.5, maximize=maximize)
     assert not out[:5].any()
     return out[5:]
 
