@@ -33,7 +33,7 @@ _OTHERS_LINEAR_IN_LR = (
 """By name: nobody who does not use them has to import them."""
 
 _OWN_ITERATES = ("schedulefree", "prodigy", "dadapt", "lookahead", "ranger", "madgrad")
-_OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm")
+_OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm", "accsgd")
 """Parts of class names, and whole ones, in lower case: optimizers that do not add an update to the weights they find.
 They put them where iterates, averages or starting points of their own say, or learn a scale from those."""
 

@@ -31,9 +31,7 @@ from mechanic_plugins import MechanicOptimizer, mechanize
 
 EXPECTED = Path(__file__).with_name("expected.toml")
 MORE_STEPS = 200
-OPTIONS: dict[str, dict[str, Any]] = {"pytorch_optimizer": {"smoothing": 0.9}}
-"""pytorch_optimizer's tests train for five steps at a learning rate that was chosen for these five. They get
-some more, and what the README advises for short runs."""
+"""pytorch_optimizer's tests train for five steps at a learning rate that was chosen for these: they get some more."""
 ERROR = pytest.StashKey[str]()
 """What the message of a test's expected failure contains."""
 
@@ -121,7 +119,7 @@ def _new_mechanized(cls: type[Optimizer], *args: Any, suite: str, **kwargs: Any)
         return made
     made.__init__(*args, **kwargs)  # type: ignore[misc]
     try:
-        mechanized = mechanize(made, **OPTIONS.get(suite, {}))
+        mechanized = mechanize(made)
     except ValueError:
         if reason := refused(suite).get(cls.__name__):
             pytest.xfail(f"{cls.__name__} is refused: {reason}")
