@@ -34,7 +34,7 @@ _OTHERS_LINEAR_IN_LR = (
 """By name, so that they are not imported."""
 
 _OWN_ITERATES = ("schedulefree", "prodigy", "dadapt", "lookahead", "ranger", "madgrad")
-_OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm")
+_OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm", "accsgd")
 """Parts of class names, and whole names, in lower case: optimizers that do not add an update to the current weights but
 compute the weights from iterates, averages or starting points of their own, or learn a scale from those."""
 
