@@ -9,25 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "MLP", "LastByte", "LinearModels", "ResNet", "UNet", "ViT", "add_lora"]
-
-
-class LinearModels(nn.Module):
-    """Logistic regressions that share nothing but the launches: one for each seed and learning rate."""
-
-    def __init__(self, members: int, *, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(nn.Linear(inputs, outputs) for _ in range(members))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(members, rows, inputs) to (members, rows, outputs)."""
-        weights = torch.stack([model.weight for model in self.models])
-        biases = torch.stack([model.bias for model in self.models])
-        return torch.baddbmm(biases[:, None], x, weights.mT)
+__all__ = ["GPT", "MLP", "LastByte", "MLPs", "ResNet", "UNet", "ViT", "add_lora"]
 
 
 class MLP(nn.Sequential):
-    """Hidden layers of these widths."""
+    """Hidden layers of these widths; without any, a logistic regression."""
 
     def __init__(self, inputs: int, hidden: Sequence[int], outputs: int) -> None:
         layers: list[nn.Module] = []
@@ -35,6 +21,28 @@ class MLP(nn.Sequential):
             layers += [nn.Linear(inputs, width), nn.ReLU()]
             inputs = width
         super().__init__(*layers, nn.Linear(inputs, outputs))
+
+
+class MLPs(nn.Module):
+    """Networks that share nothing but the launches: one for each seed."""
+
+    def __init__(self, seeds: Sequence[int], inputs: int, hidden: Sequence[int], outputs: int) -> None:
+        super().__init__()
+        self.members = nn.ModuleList()
+        for seed in seeds:
+            torch.manual_seed(seed)
+            self.members.append(MLP(inputs, hidden, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(members, rows, inputs) to (members, rows, outputs)."""
+        for layers in zip(*self.members, strict=True):
+            if isinstance(layers[0], nn.Linear):
+                weights = torch.stack([layer.weight for layer in layers])
+                biases = torch.stack([layer.bias for layer in layers])
+                x = torch.baddbmm(biases[:, None], x, weights.mT)
+            else:
+                x = layers[0](x)
+        return x
 
 
 class _Residual(nn.Module):

@@ -11,12 +11,11 @@ from typing import Any, Literal
 import data
 import models
 import torch
-from tables import supervised
-from task import Problem, Size, Task, half_decades
-from torch import Tensor
+from task import Problem, Size, Task, batches, half_decades
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["rows_of_pictures"]
+__all__ = ["rows_of_pictures", "supervised"]
 
 
 def rows_of_pictures(size: Size, folder: Path | None) -> Iterator[Problem]:
@@ -26,6 +25,46 @@ def rows_of_pictures(size: Size, folder: Path | None) -> Iterator[Problem]:
     if size != "cpu":
         yield from _large_rows(size, folder)
         yield from _diffusion_rows(size, folder)
+
+
+def supervised(model: nn.Module, sets: data.Split, *, batch: int, seed: int, augment: bool = False) -> Task:
+    """Classes from inputs."""
+    x, y, x_test, y_test = sets
+    order = batches(len(x), batch, seed, x.device)
+    generator = torch.Generator(x.device).manual_seed(seed)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        rows = next(order)
+        return _crop_and_flip(x, rows, generator) if augment else x[rows], y[rows]
+
+    def losses(inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(inputs).float(), targets).view(1)
+
+    def evaluate() -> dict[str, Tensor]:
+        found = {}
+        for part, inputs, targets in (("train", x[:4096], y[:4096]), ("test", x_test, y_test)):
+            outputs = torch.cat([model(some).float() for some in inputs.split(512)])
+            found[f"{part}_loss"] = F.cross_entropy(outputs, targets).view(1)
+            found[f"{part}_error"] = (outputs.argmax(1) != targets).float().mean().view(1)
+        return found
+
+    return Task([model], draw, losses, evaluate)
+
+
+def _crop_and_flip(pictures: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
+    """Each picture moved by up to four pixels on its own, and half of them mirrored."""
+    height, width = pictures.shape[2:]
+    device, count = pictures.device, len(rows)
+    down, right = torch.randint(-4, 5, (2, count, 1), generator=generator, device=device)
+    mirrored = torch.rand(count, 1, generator=generator, device=device) < 0.5
+    across = torch.arange(width, device=device)
+    columns = torch.where(mirrored, width - 1 - across, across) + right
+    lines = torch.arange(height, device=device) + down
+    inside = ((lines >= 0) & (lines < height))[:, None, :, None] & ((columns >= 0) & (columns < width))[:, None, None]
+    lines, columns = lines.clamp(0, height - 1), columns.clamp(0, width - 1)
+    channels = torch.arange(pictures.shape[1], device=device)[:, None, None]
+    chosen = pictures[rows[:, None, None, None], channels, lines[:, None, :, None], columns[:, None, None]]
+    return chosen * inside
 
 
 def _classes(
@@ -42,7 +81,7 @@ def _classes(
     torch.manual_seed(seeds[0])
     x, y, x_test, y_test = (t.to(device) for t in data.images(folder, name))
     channels, pixels = x.shape[1:3]
-    model: torch.nn.Module
+    model: nn.Module
     if network == "resnet":
         layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         model = models.ResNet(channels, 10, **shape).to(device, memory_format=layout)

@@ -22,7 +22,7 @@ class Task:
     """A model and its data, on one device.
 
     There are several members, one per seed and learning rate, where models are so tiny that they should share their
-    launches; everything but the convex family has one.
+    launches: the tables have several, everything else one.
     """
 
     members: Sequence[nn.Module]

@@ -22,7 +22,7 @@ POINTS = 60
 
 
 class Job(NamedTuple):
-    """Runs that share one process: all members of a convex problem, else a single one."""
+    """Runs that share one process: all members of a table, else a single one."""
 
     problem: str
     method: str
