@@ -20,7 +20,7 @@ Split = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @functools.cache
 def table(folder: Path | None, name: str, rows: int | None = None) -> Split:
-    """Rows, standardised by those to train on, and classes; `rows` trains on the first few only."""
+    """Rows, standardised, and classes; `rows` trains on the first few only."""
     if folder is None:
         from sklearn import datasets
 
@@ -57,7 +57,7 @@ def _split(x: np.ndarray, y: Tensor, known: np.ndarray | None, limit: int | None
         train, test = marked.nonzero().squeeze(1), (~marked).nonzero().squeeze(1)
     train = train[:limit]
     rows = torch.as_tensor(x, dtype=torch.float32)
-    rows = (rows - rows[train].mean(0)) / rows[train].std(0).clamp(min=1e-6)
+    rows = (rows - rows.mean(0)) / rows.std(0).clamp(min=1e-6)  # of all: a few rows may hold a constant column
     return rows[train], y[train], rows[test], y[test]
 
 
