@@ -137,7 +137,7 @@ def failures(results: Results) -> Iterator[str]:
             loss, about = run["train_loss"], f"{problem}, seed {run['seed']}"
             if loss > SOLVED and loss > BEHIND * max(trained.value, SOLVED):
                 yield f"{about}: training loss {loss:.3g} against {trained.value:.3g}"
-            if run["test_loss"] > OVERFITTED * tested:
+            if run["test_loss"] > OVERFITTED * max(tested, SOLVED):
                 yield f"{about}: test loss {run['test_loss']:.3g} against {tested:.3g}"
             above = 100 * (run[measure] - results.best(problem, measure).value)
             if run["family"] == "collapse" and above > POINTS:

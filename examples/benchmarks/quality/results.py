@@ -24,7 +24,7 @@ __all__ = [
 
 Record = dict[str, Any]
 SOLVED = 1e-4
-"""Where all training losses are below this, nobody is better: which zero is the smaller says nothing."""
+"""Where all losses are below this, nobody is better: which zero is the smaller says nothing."""
 ABLATION = "mechanic but "
 """How the methods are called in which one of the default constants is another."""
 UNTUNED = "AdamW at 1e-3, untuned"
@@ -85,7 +85,7 @@ class Results:
         Errors: percentage points above it. Losses: the ratio to it.
 
         Returns:
-            None where it was not run, and for a training loss where both are solved.
+            None where it was not run, and for a loss where both are solved.
         """
         runs = [run for run in self.of(problem, method) if seeds is None or run["seed"] in seeds]
         if not runs:
@@ -143,9 +143,7 @@ def is_error(key: str) -> bool:
 def _distance(ours: float, theirs: float, key: str) -> float | None:
     if is_error(key):
         return 100 * (ours - theirs)
-    if key == "train_loss":
-        return None if max(ours, theirs) < SOLVED else ours / max(theirs, SOLVED)
-    return ours / theirs
+    return None if max(ours, theirs) < SOLVED else ours / max(theirs, SOLVED)
 
 
 def mean(runs: Sequence[Record], key: str) -> float:
