@@ -14,18 +14,18 @@ from pathlib import Path
 from charts import MECHANICS, distance_chart, lr_chart
 from results import ABLATION, SOLVED, Record, Results, geometric_mean, is_error, mean, summary
 
-DIVERGED = 100.0
+FAR = 100.0
 BEHIND, OVERFITTED, POINTS = 1.3, 2.0, 1.0
 """What counts as a failure: see `failures`."""
 
 
 def shown(score: float | None, *, is_error: bool) -> str:
-    """Three digits; how far away a run that has diverged is says nothing."""
+    """Three digits; how far away a run is that is very far away says nothing."""
     if score is None:
         return ""
     if is_error:
         return f"{score:+.2f}"
-    return f"{score:.3f}" if score < DIVERGED else "diverged"
+    return f"{score:.3f}" if score < FAR else f"> {FAR:g}"
 
 
 def family_table(results: Results, key: str | None = None) -> str:
