@@ -76,8 +76,11 @@ class Results:
     def best(self, problem: str, key: str) -> Best:
         """Of the sweep."""
         sweep = self.runs[problem]["sweep"]
-        lr = min(sweep, key=lambda lr: mean(sweep[lr], key))
-        return Best(lr, mean(sweep[lr], key), len(sweep) > 2 and lr in (min(sweep), max(sweep)))
+        values = {lr: mean(runs, key) for lr, runs in sweep.items()}
+        lr = min(values, key=lambda lr: values[lr])
+        inside = sorted(values)[1:-1]
+        at_an_end = bool(inside) and all(values[other] > values[lr] for other in inside)
+        return Best(lr, values[lr], at_an_end)
 
     def score(self, problem: str, method: str, key: str, seeds: set[int] | None = None) -> float | None:
         """How far the method is from the best of the sweep, on the seeds that both have run.

@@ -26,6 +26,8 @@ LRS: dict[Base, tuple[float, ...]] = {
     "sgd": half_decades(3e-3, 1),
     "lion": half_decades(3e-5, 1e-2),
 }
+LOWER_LRS: dict[Base, tuple[float, ...]] = {"adamw": half_decades(3e-5, 1e-1), "sgd": half_decades(3e-4, 1)}
+"""Where there is little to learn from, the best rates are those that do not reach the end of it."""
 _CONVEX_BATCH = 16
 
 
@@ -118,17 +120,18 @@ def _mlp_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     bases: tuple[Base, ...] = ("adamw", "sgd")
     for base in bases:
         decay = 0.01 if base == "adamw" else 0.0
-        row = functools.partial(Problem, base=base, lrs=LRS[base], steps=steps, weight_decay=decay, ensemble=True)
+        lower = LOWER_LRS[base]
+        row = functools.partial(Problem, base=base, steps=steps, weight_decay=decay, ensemble=True)
         for name in MLPS if folder is not None else ("digits",):
             build = functools.partial(_classes, folder, name, hidden, 64)
-            yield row(f"{name}, {base}, MLP", "MLPs", build=build, measure="test_error")
+            yield row(f"{name}, {base}, MLP", "MLPs", lrs=LRS[base], build=build, measure="test_error")
         for name, count in SEPARABLE if folder is not None else SEPARABLE[:2]:
             build = functools.partial(_classes, folder, name, hidden, 64, rows=count)
             label = f"{name}{'' if count is None else f' ({count} rows)'}, {base}, separable"
-            yield row(label, "separable", build=build, measure="test_error")
+            yield row(label, "separable", lrs=lower, build=build, measure="test_error")
         for name in REGRESSIONS if folder is not None else REGRESSIONS[:1]:
             build = functools.partial(_numbers, folder, name, hidden, 64)
-            yield row(f"{name}, {base}, regression", "regressions", build=build)
+            yield row(f"{name}, {base}, regression", "regressions", lrs=lower, build=build)
 
 
 def _stream_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
