@@ -49,12 +49,12 @@ class Settings:
 
     betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
     s_init: float | Literal["auto"] = "auto"
-    first_move: float = 1e-3
+    first_move: float = 3e-3
     s_decay: float = 0.0
     eps: float = 0.0
     rule: Rule = "optimistic"
     smoothing: float = 0.97
-    hindsight: float = 0.3
+    hindsight: float = 0.15
     own_warmup: bool = True
     max_scale: float | None = None
     scope: Scope = "all"
@@ -67,7 +67,7 @@ class Settings:
         if not (_is_number(self.first_move) and 0 < self.first_move < 1):
             raise ValueError(
                 f"first_move must be a number > 0 and < 1, got {self.first_move!r}: it is the share of the weights' "
-                "norm that the first move makes with s_init='auto'. The default is 1e-3."
+                "norm that the first move makes with s_init='auto'. The default is 3e-3."
             )
         _check_number("s_decay", self.s_decay, low=0.0, why="it is the weight of a norm penalty", out="0 turns it off")
         _check_number(
