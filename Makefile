@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
 # These run several ranks at a time and want the machine for themselves; the other tests share it.
-ON_RANKS := $(addprefix tests/,deepspeed_plugin distributed lightning transformers_plugin)
+ON_RANKS := $(addprefix tests/,deepspeed_plugin distributed lightning runner transformers_plugin)
 
 .PHONY: help install test test-long test-outside lint format demo clean
 

@@ -51,9 +51,15 @@ FLOORS = [
     {"lightning"},
     {"accelerate", "ds_to_universal", "hf_bases"},
     {"transformers"},
-    {"hook"},
+    {"hook", "runner"},
+    {"runner.console", "runner.events", "runner.plan"},
+    {"runner.arguments", "runner.command", "runner.lightning_logs", "runner.probe"},
+    {"runner.watch"},
+    {"runner.replace"},
+    {"runner.active"},
+    {"runner.site.sitecustomize"},
     {"costs"},
-    {"bench", "cli", "demo", "doctor", "run"},
+    {"bench", "cli", "demo", "doctor", "plot", "run"},
     {"__main__"},
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
