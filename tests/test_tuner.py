@@ -10,21 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechanic_plugins import tuner
-from mechanic_plugins.settings import Rule, Settings
-from mechanic_plugins.tuner import (
-    SCALARS,
-    SUMS,
-    Sums,
-    TunerState,
-    advance,
-    fresh,
-    gradient_limit,
-    keep_where,
-    kept_share,
-    noted,
-    restated,
-)
+from mechanic_plugins.core import rules, tuner, tuner_state
+from mechanic_plugins.core.settings import Rule, Settings
+from mechanic_plugins.core.tuner import advance, delta_factor, gradient_limit, noted, rescale_to_lr
+from mechanic_plugins.core.tuner_state import SCALARS, SUMS, Sums, TunerState, initial_state, keep_where
 
 RULES = get_args(Rule)
 SMOOTHED = [(rule, smoothing) for rule in RULES for smoothing in (0.0, 0.9) if (rule, smoothing) != ("theory", 0.9)]
@@ -38,7 +27,7 @@ def sums(*rows: tuple[float, float, float, float, float]) -> Sums:
 def play(settings: Settings, seen: list[Sums]) -> list[TunerState]:
     """The states after each step."""
     betas = torch.tensor(settings.betas, dtype=torch.float64)
-    state = fresh(settings, tuners=len(seen[0].dg), device=CPU)
+    state = initial_state(settings, tuners=len(seen[0].dg), device=CPU)
     states = []
     for each in seen:
         state = advance(state, each, settings=settings, betas=betas, lr=torch.ones_like(state.lr))
@@ -62,7 +51,7 @@ STEPS: list[tuple[float, float, float, float, float]] = [
 @pytest.mark.parametrize("tuners", [1, 3])
 def test_every_rule_keeps_shapes_dtype_and_device(rule: Rule, tuners: int) -> None:
     settings = Settings.from_preset(rule=rule)
-    before = fresh(settings, tuners=tuners, device=CPU)
+    before = initial_state(settings, tuners=tuners, device=CPU)
     after = play(settings, [sums(*[row] * tuners) for row in STEPS])[-1]
     for name, a, b in zip(TunerState._fields, before, after, strict=True):
         columns = 1 if name in SCALARS else 6
@@ -116,7 +105,7 @@ def test_a_meta_device_can_play(rule: Rule) -> None:
     """No rule looks at a value: a tensor without any would raise, as a CUDA graph's capture does."""
     meta = torch.device("meta")
     settings = Settings.from_preset(rule=rule, smoothing=0.0 if rule == "theory" else 0.5, max_scale=1.0)
-    state = fresh(settings, tuners=2, device=meta)
+    state = initial_state(settings, tuners=2, device=meta)
     betas = torch.empty(6, dtype=torch.float64, device=meta)
     seen = Sums.of(torch.empty(2, len(SUMS), dtype=torch.float64, device=meta))
     after = advance(state, seen, settings=settings, betas=betas, lr=torch.ones_like(state.lr))
@@ -125,7 +114,7 @@ def test_a_meta_device_can_play(rule: Rule) -> None:
 
 
 def test_the_module_knows_no_optimizer_and_no_distribution() -> None:
-    tree = ast.parse(inspect.getsource(tuner))
+    tree = ast.parse("".join(map(inspect.getsource, (rules, tuner, tuner_state))))
     names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     assert not names & {"item", "tolist", "cpu", "numpy", "distributed", "optim"}
 
@@ -150,7 +139,7 @@ def test_a_masked_step_with_nan_keeps_every_entry_too() -> None:
 
 def test_auto_moves_a_share_of_the_weights_first_and_remembers_it() -> None:
     states = play(Settings(betas=(1.0,), eps=0.0, rule="paper"), [sums(row) for row in STEPS])
-    assert states[1].s_init.item() == 1e-3 * (1 + 3.0) / 1.0
+    assert states[1].s_init.item() == 3e-3 * (1 + 3.0) / 1.0
     assert states[1].played.item() == states[1].s_init.item()
     assert states[-1].s_init.item() == states[1].s_init.item()
 
@@ -158,22 +147,35 @@ def test_auto_moves_a_share_of_the_weights_first_and_remembers_it() -> None:
 def test_the_optimistic_rule_waits_for_a_second_gradient_and_for_longer_updates() -> None:
     states = play(Settings(), [sums(row) for row in STEPS])
     assert [state.played.item() > 0 for state in states] == [False, False, True, True, True]
-    assert states[2].s_init.item() == pytest.approx(1e-3 * (1 + 3.0) / 2.0)  # two updates, of length 2 together
+    assert states[2].s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 1.0)  # two updates, of length 2 together
     longer = [*STEPS[:3], (1.0, 2.0, 9.0, 1.5, 36.0)]  # three, of length 6: four thirds of the mean before
     lowered = play(Settings(), [sums(row) for row in longer])[-1]
-    assert lowered.s_init.item() == pytest.approx(1e-3 * (1 + 3.0) / 2.0 * 3 / 6)
+    assert lowered.s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 2.0)
 
 
 def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> None:
     ten_times = (-30.0, 400.0, 9.0, 1.0, 4.0)
     states = play(Settings(), [sums(row) for row in (*STEPS[:2], ten_times)])
-    assert states[2].s_init.item() == pytest.approx(1e-3 * (1 + 3.0) / 2.0 / 10)
+    assert states[2].s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 1.0 / 10)
 
 
 def test_losses_count_fully_where_the_schedule_has_ended() -> None:
-    state = fresh(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
-    weights = [tuner.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.125, 0.0)]
+    state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
+    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.5 / 16, 0.0)]
     assert weights == pytest.approx([0.1, 0.55, 1.0])
+
+
+def test_a_loss_beyond_the_usual_size_counts_in_full() -> None:
+    """With a loss of the usual size a tenth of it is taken from the reward, with a larger one all that goes beyond."""
+    settings = Settings(betas=(1.0,), s_init=0.1, smoothing=0.0)
+    state = play(settings, [sums(row) for row in STEPS[:3]])[-1]
+    usual, betas = 0.3 * state.m, torch.tensor(settings.betas, dtype=torch.float64)
+    rewards = []
+    for loss in (0.5, 1.0, 2.0):
+        seen = Sums.of(torch.tensor([[loss * usual.item(), 1.0, 9.0, 0.0, 4.0]], dtype=torch.float64))
+        rewards.append(advance(state, seen, settings=settings, betas=betas, lr=torch.ones_like(state.lr)).r)
+    taken = [((state.r - r) / (state.s * usual)).item() for r in rewards]
+    assert taken == pytest.approx([0.1 * 0.5, 0.1, 0.1 + 1.0])
 
 
 def test_an_outlier_is_skipped_a_few_times_and_then_taken() -> None:
@@ -248,7 +250,7 @@ def test_hindsight_is_the_share_of_the_way_that_the_weights_go_along_delta(hinds
     states = play(Settings(s_init=1e-3, smoothing=0.0, hindsight=hindsight), [sums(row) for row in STEPS])
     assert any(a.played.item() > b.played.item() > 0 for a, b in itertools.pairwise(states))
     for before, after in itertools.pairwise(states[1:]):
-        moved = after.played * kept_share(before, after, hindsight=hindsight)  # x - x_ref, in units of the old delta
+        moved = after.played * delta_factor(before, after, hindsight=hindsight)  # x - x_ref, in units of the old delta
         share = hindsight * after.played + (1 - hindsight) * before.played
         assert moved.item() == pytest.approx(share.item(), rel=1e-14)
 
@@ -256,13 +258,13 @@ def test_hindsight_is_the_share_of_the_way_that_the_weights_go_along_delta(hinds
 def test_the_first_scale_is_for_all_that_delta_holds() -> None:
     states = play(Settings(s_init=1e-3, hindsight=0.0), [sums(row) for row in STEPS[:2]])
     assert states[0].played.item() == 0 < states[1].played.item()
-    assert kept_share(states[0], states[1], hindsight=0.0).item() == 1
+    assert delta_factor(states[0], states[1], hindsight=0.0).item() == 1
 
 
 def test_restated_for_a_higher_lr_nothing_moves_and_everything_follows() -> None:
     settings = Settings(s_init=1e-3)
     state = play(settings, [sums(row) for row in STEPS[:3]])[-1]._replace(lr=torch.tensor([[0.25]]).double())
-    new, known, fall = restated(state, sums(STEPS[3]), torch.tensor([[1.0]]).double())
+    new, known, fall = rescale_to_lr(state, sums(STEPS[3]), torch.tensor([[1.0]]).double())
     assert (fall.item(), new.lr.item()) == (0.25, 1.0)
     before, after = state.played * sums(STEPS[3]).dg, new.played * known.dg  # h times the scale
     assert after.item() == pytest.approx(before.item(), rel=1e-14)
@@ -278,20 +280,20 @@ def test_restated_for_a_higher_lr_nothing_moves_and_everything_follows() -> None
 def test_an_lr_that_is_not_the_highest_restates_nothing(lr: float) -> None:
     state = play(Settings(s_init=1e-3), [sums(row) for row in STEPS[:3]])[-1]
     state = state._replace(lr=torch.tensor([[0.25]]).double())
-    new, known, fall = restated(state, sums(STEPS[3]), torch.tensor([[lr]]).double())
+    new, known, fall = rescale_to_lr(state, sums(STEPS[3]), torch.tensor([[lr]]).double())
     assert fall.item() == 1
     assert all(map(torch.equal, new, state))
     assert all(map(torch.equal, known, sums(STEPS[3])))
 
 
 def test_the_first_lr_restates_nothing() -> None:
-    state = fresh(Settings(), tuners=1, device=CPU)
-    new, _, fall = restated(state, sums(STEPS[1]), torch.tensor([[0.1]]).double())
+    state = initial_state(Settings(), tuners=1, device=CPU)
+    new, _, fall = rescale_to_lr(state, sums(STEPS[1]), torch.tensor([[0.1]]).double())
     assert (fall.item(), new.lr.item()) == (1.0, pytest.approx(0.1))
 
 
 def test_an_lr_of_nan_is_not_remembered() -> None:
     """While the scale is frozen nothing else looks at it: it would be the highest one for ever."""
-    state = fresh(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.25]]).double())
+    state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.25]]).double())
     assert noted(state, torch.tensor([[math.nan]]).double()).lr.item() == 0.25
     assert noted(state, torch.tensor([[0.5]]).double()).lr.item() == 0.5

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mechanic_plugins.api import Options, mechanize
-from mechanic_plugins.checkpoint import strip
-from mechanic_plugins.leaving import filled, rescale, save_whole
+from mechanic_plugins.checkpoints.leaving import filled, rescale, save_whole
+from mechanic_plugins.checkpoints.state import strip
+from mechanic_plugins.core.settings import Preset, Rule, Scope
 from mechanic_plugins.lightning.attach import (
     attach,
     load_plain_checkpoints_without_mechanic,
@@ -37,8 +38,7 @@ from mechanic_plugins.lightning.checks import (
 from mechanic_plugins.lightning.packages import LIGHTNINGS, check_version, installed
 from mechanic_plugins.lightning.reports import is_logged, metrics, summarize
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.passes import Backend
-from mechanic_plugins.settings import Preset, Rule, Scope
+from mechanic_plugins.passes.planner import Backend
 from mechanic_plugins.summary import ScaleHistory
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Mechanic(Callback):
     Args:
         betas: One discount factor per bettor; their scales are summed.
         s_init: The first scale ["auto": the first move is the share `first_move` of the weights' norm].
-        first_move: See s_init [1e-3].
+        first_move: See s_init [3e-3].
         s_decay: The paper's lambda, a pull on the scale towards small weights [0].
         eps: Added to sqrt(v) [0].
         rule: "optimistic", or a published tuner with the constants it was published with: "paper", "experiments",
@@ -79,7 +79,7 @@ class Mechanic(Callback):
             What is left None has the value in brackets, or the preset's.
         normalize_lr: Let the result not depend on the optimizer's lr: the constants above are stated for an lr of 1.
         smoothing: Play a log-average of the scale; 0 plays it as it is [0.97].
-        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.3].
+        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.15].
         own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
         scope: "all" learns one scale for each optimizer, "group" one for each param group.
         max_scale: Never play a scale above this.

@@ -165,7 +165,7 @@ def _built_as(new: Any, old: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _wrapped(base: Any, kind: Any, options: str) -> Any:
     from mechanic_plugins.api import mechanize
-    from mechanic_plugins.optim_args import split_optim_args
+    from mechanic_plugins.hf.optim_args import split_optim_args
 
     try:
         mechanized: Any = mechanize(type(base), **split_optim_args(options)[0])

@@ -1,0 +1,256 @@
+r"""The tuner: one number a step in, a learning-rate scale out.
+
+Mechanic (Cutkosky, Defazio, Mehta: "Mechanic: A Learning Rate Tuner", arXiv 2306.00144) plays
+x_t = x_ref + S_t * Delta_t, where Delta_t is the sum of the base optimizer's updates. Each step it sees
+
+    h = <Delta, g> + lambda * S * |g| * <Delta, x> / |x|
+
+and moves n coin bettors, one for each beta (Algorithm 1):
+
+    m = max(beta * m, |h|)                      the largest h seen, forgotten slowly
+    v = beta^2 * v + h^2                        the energy of h
+    r = max(0, beta * r - s * h)                the reward of what was bet
+    s = (s_init * m / n + r) / (sqrt(v) + eps)  the next bet; S = sum(s)
+
+That is `rule="paper"`. The default, `rule="optimistic"`, differs in these ways, each for a reason that was measured:
+
+- A loss (h > 0) counts less than a gain while the learning rate is near its peak, since much of it is noise that the
+  schedule's fall will remove: `loss_weight`. Only the part beyond the usual size counts in full (`USUAL_LOSS`): it is
+  the sign of a run that diverges.
+- sqrt(v) has a floor relative to the longest memory's, instead of an absolute eps: near zero loss h fades away, and a
+  bettor with a short memory would raise its bet without limit. So nothing depends on the scale of the loss either.
+- The first bet is placed after `START` gradients, not one, and is measured again as long as the updates grow.
+- A gradient `OUTLIER` times as long as any before it is skipped, like one that is not finite: `gradient_limit`.
+
+Three options go beyond the paper with any rule: `smoothing` plays a log-average of S, with a `hindsight` below 1 the
+weights follow a change of S only in part (`delta_factor`), and `own_warmup` cancels a schedule's warm-up
+(`rescale_to_lr`).
+
+The paper's letters live in this module only: elsewhere S is `scale`, Delta is `delta`, lambda is `s_decay`.
+
+Everything here is a pure function of tensors. Nothing waits for the device. Vectors are float64 of shape
+(tuners, n), one row for all parameters or one for each param group; scalars have shape (tuners, 1).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core.rules import place_bets
+from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner_state import Sums, TunerState, gradient_count, keep_where
+
+__all__ = [
+    "OUTLIER",
+    "START",
+    "WINDOW",
+    "Outcome",
+    "advance",
+    "decide",
+    "delta_factor",
+    "gradient_limit",
+    "noted",
+    "rescale_to_lr",
+    "was_outlier",
+]
+
+START = 2
+"""The optimistic rule: how many gradients come before the first bet."""
+WINDOW = 8
+"""The optimistic rule smooths over an eighth of the steps so far, until `smoothing` limits it."""
+OUTLIER = 100.0
+"""The optimistic rule: a gradient that much longer than any before it is skipped."""
+
+
+class Outcome(NamedTuple):
+    """What came of a step. `applied` is 0-dim, `delta_factor` of shape (tuners, 1)."""
+
+    state: TunerState
+    counters: Tensor
+    applied: Tensor
+    delta_factor: Tensor
+
+
+def decide(
+    state: TunerState, sums: Tensor, counters: Tensor, *, settings: Settings, betas: Tensor, lr: Tensor, hold: bool
+) -> Outcome:
+    """Whether a step is applied, and the tuner after it. `mechanic_plugins.kernels.gpu_tuner` does it in one launch.
+
+    A step is skipped, and counted as skipped, where a sum is not finite or the gradient an outlier. One without any
+    gradient is not applied either.
+
+    Args:
+        state: The tuner before the step.
+        sums: The vector of the step, over all parameters of all ranks.
+        counters: Steps applied and steps skipped.
+        settings: The constants, in the units of delta.
+        betas: `settings.betas` on the state's device.
+        lr: The base's learning rate in this step, of shape (tuners, 1).
+        hold: Leave the scale as it is.
+    """
+    finite = sums.isfinite().all()
+    has_gradients = finite & (gradient_count(sums)[0] > 0)
+    products, longest = Sums.of_vector(sums), state.longest
+    is_outlier = torch.zeros_like(has_gradients)
+    if settings.rule == "optimistic":
+        outliers, remembered = gradient_limit(state.longest, products.gg.sqrt())
+        is_outlier, longest = has_gradients & outliers.any(), torch.where(has_gradients, remembered, longest)
+    fits = finite & ~is_outlier
+    applied = has_gradients & fits
+    counters = counters + torch.stack([applied, ~fits])
+    skipped = state._replace(longest=longest)
+    if applied.device.type == "cpu" and not applied:
+        return Outcome(skipped, counters, applied, torch.ones_like(lr))
+    new, factor = _tuned(state, products, settings=settings, betas=betas, lr=lr, hold=hold)
+    new = new._replace(longest=longest)
+    if applied.device.type != "cpu":
+        new, factor = keep_where(applied, new, skipped), torch.where(applied, factor, 1.0)
+    return Outcome(new, counters, applied, factor)
+
+
+def _tuned(
+    state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor, lr: Tensor, hold: bool
+) -> tuple[TunerState, Tensor]:
+    """The tuner after a step that is applied, and what delta is multiplied by."""
+    if hold:
+        return noted(state, lr), torch.ones_like(lr)
+    if not settings.own_warmup:
+        state = noted(state, lr)
+        new = advance(state, sums, settings=settings, betas=betas, lr=lr)
+        return new, delta_factor(state, new, hindsight=settings.hindsight)
+    state, sums, lr_ratio = rescale_to_lr(state, sums, lr)
+    new = advance(state, sums, settings=settings, betas=betas, lr=lr)
+    return new, delta_factor(state, new, hindsight=settings.hindsight) / lr_ratio
+
+
+def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor, lr: Tensor) -> TunerState:
+    """One step of the tuner: what it will play next, given the sums at the weights it plays now.
+
+    Args:
+        state: The tuner before the step, its `lr` the highest so far, this step's included.
+        sums: The inner products over all parameters of all shards.
+        settings: The constants, in the units of delta.
+        betas: `settings.betas` as a tensor on the state's device, so that no step copies it there.
+        lr: The base's learning rate in this step, of shape (tuners, 1).
+    """
+    h = _hypergradient(state, sums, s_decay=settings.s_decay)
+    gradients = state.gradients + (sums.gg > 0)
+    state = state._replace(gradients=gradients, s_init=_initial_scale(state, sums, settings))
+    bets = place_bets(state, h, _placed_bet(state, settings), settings, betas, lr)
+    s = _capped(bets.s, settings.max_scale)
+    played = _next_played(state, s, settings)
+    return TunerState(
+        s, bets.r, bets.m, bets.v, bets.q, bets.w0, state.s_init, played, h, state.lr, gradients, state.longest
+    )
+
+
+def gradient_limit(longest: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a gradient is an outlier, and the longest one that is remembered after it.
+
+    The memory fades over a thousand steps. An outlier raises it tenfold: gradients that have really grown are skipped
+    a few times only.
+    """
+    is_outlier = (longest > 0) & (norm > OUTLIER * longest)
+    return is_outlier, torch.where(is_outlier, 10 * longest, torch.maximum(0.999 * longest, norm))
+
+
+def was_outlier(longest: Tensor, norm: Tensor) -> Tensor:
+    """Whether the longest gradient so far is an outlier beside this one."""
+    return (norm > 0) & (longest > OUTLIER * norm)
+
+
+def rescale_to_lr(state: TunerState, sums: Sums, lr: Tensor) -> tuple[TunerState, Sums, Tensor]:
+    """As if all updates so far had been made at `lr`, where that is a new maximum.
+
+    Delta grows by as much as the scale falls, so the weights stay where they are, and the learning rate in force
+    continues from where it was: the scale's own rise takes the place of the schedule's.
+
+    Args:
+        state: The tuner before the step.
+        sums: Of this step, with delta as it is.
+        lr: The base's learning rate in this step, of shape (tuners, 1).
+
+    Returns:
+        The state and the sums in the new unit, and what delta is to be divided by.
+    """
+    lr_ratio = torch.where((state.lr > 0) & (lr > state.lr), state.lr / lr, 1.0)
+    state = state._replace(
+        s=state.s * lr_ratio,
+        m=state.m / lr_ratio,
+        v=state.v / lr_ratio**2,
+        s_init=state.s_init * lr_ratio,
+        played=state.played * lr_ratio,
+        lr=torch.where(lr > state.lr, lr, state.lr),
+    )
+    return state, sums._replace(dg=sums.dg / lr_ratio, dx=sums.dx / lr_ratio, dd=sums.dd / lr_ratio**2), lr_ratio
+
+
+def noted(state: TunerState, lr: Tensor) -> TunerState:
+    """Only remembers a new maximum of the learning rate; an lr of NaN is none."""
+    return state._replace(lr=torch.where(lr > state.lr, lr, state.lr))
+
+
+def delta_factor(before: TunerState, after: TunerState, *, hindsight: float) -> Tensor:
+    """What delta is multiplied by as the scale changes, so that x = x_ref + scale * delta holds; of shape (tuners, 1).
+
+    The updates that made the weights were played at the scales of their time. With a hindsight of 1, as published, all
+    of them are played again at the new scale, and delta stays; with 0 the weights stay, and delta takes up the change.
+    """
+    if hindsight == 1:
+        return torch.ones_like(after.played)
+    was_played = (before.played > 0) & (after.played > 0)
+    return torch.where(was_played, hindsight + (1 - hindsight) * before.played / after.played, 1.0)
+
+
+def _hypergradient(state: TunerState, sums: Sums, *, s_decay: float) -> Tensor:
+    direction = torch.where(sums.xx > 0, sums.dx / sums.xx.sqrt(), 0.0)
+    return sums.dg + s_decay * state.played * sums.gg.sqrt() * direction
+
+
+def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
+    """A number is what the settings say; "auto" makes the first move the share `first_move` of the weights' norm.
+
+    1 is added to the norm for weights that start at 0. The optimistic rule waits for a second gradient, expects the
+    next update to be longer if the gradient is, and lowers the scale when updates turn out longer than at first.
+    """
+    if settings.s_init != "auto":
+        return torch.full_like(state.s_init, settings.s_init)
+    measured = settings.first_move * (1 + sums.xx.sqrt()) / sums.dd.sqrt()
+    if settings.rule != "optimistic":
+        return torch.where(state.s_init > 0, state.s_init, torch.where(sums.dd > 0, measured, 0.0))
+    measured = measured * state.gradients.clamp(min=START)  # of one update: delta holds that many
+    first = measured / (sums.gg.sqrt() / state.longest).clamp(min=1.0)
+    may_start = (state.gradients >= START) & (sums.dd > 0) & (sums.gg > 0)
+    return torch.where(
+        state.s_init > 0,
+        torch.where(sums.dd > 0, torch.minimum(state.s_init, measured), state.s_init),
+        torch.where(may_start, first, 0.0),
+    )
+
+
+def _placed_bet(state: TunerState, settings: Settings) -> Tensor:
+    """The bets as they were played: with smoothing, each one shares the smoothed scale's fate."""
+    if settings.smoothing == 0:
+        return state.s
+    total = state.s.sum(-1, keepdim=True)
+    return state.s * torch.where(total > 0, state.played / total, 1.0)
+
+
+def _next_played(state: TunerState, s: Tensor, settings: Settings) -> Tensor:
+    total = s.sum(-1, keepdim=True)
+    if settings.smoothing == 0:
+        return total
+    c = torch.full_like(total, settings.smoothing)
+    if settings.rule == "optimistic":
+        c = torch.minimum(c, state.gradients / (state.gradients + WINDOW))
+    averaged = torch.exp(c * state.played.log() + (1 - c) * total.log())
+    return torch.where(state.played > 0, averaged, total)
+
+
+def _capped(s: Tensor, max_scale: float | None) -> Tensor:
+    if max_scale is None:
+        return s
+    return s * (max_scale / s.sum(-1, keepdim=True)).clamp(max=1.0)

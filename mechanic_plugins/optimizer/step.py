@@ -1,0 +1,259 @@
+"""The optimizer that learns the scale of its learning rate while it trains.
+
+`MechanicOptimizer.step` reads like the paper's Algorithm 1: the sums over all parameters of all ranks, the tuner's
+decision, the base's step and Mechanic's move.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from mechanic_plugins.checkpoints.state import Progress
+from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.param_state import DELTA, REF, ParamState
+from mechanic_plugins.core.tuner import was_outlier
+from mechanic_plugins.core.tuner_state import Sums, initial_state
+from mechanic_plugins.distributed.reduction import Identity
+from mechanic_plugins.distributed.sharding import (
+    Counting,
+    align_gradients,
+    is_fake,
+    local,
+    reduction_for,
+    refuse_unattached,
+)
+from mechanic_plugins.kernels.triton_support import is_capturing
+from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
+from mechanic_plugins.optimizer.interface import Group
+from mechanic_plugins.optimizer.overlaps import refuse_overlaps
+from mechanic_plugins.optimizer.readout import Readout
+from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
+from mechanic_plugins.passes.plan import Closure, Decision, Entry, complete, conform
+from mechanic_plugins.passes.planner import Passes
+
+__all__ = ["MechanicOptimizer"]
+
+
+class MechanicOptimizer(Readout):
+    """What `mechanize` returns: build it there."""
+
+    was_built: ClassVar[bool] = False
+    """Whether this process has made one: the runner asks at the end."""
+
+    def _start(self) -> None:
+        super()._start()
+        MechanicOptimizer.was_built = True
+        self._counted: tuple[tuple[int, ...], Counting] | None = None
+        self._passes = Passes(self.base, self.backend)
+        self._decider = Decider(self.base, self.settings, self._units)
+        self._fused = False
+        self._calls = 0
+        self._decision: Decision | None = None
+        self.count: Callable[[Sequence[Tensor]], Counting] | None = None
+        """How an engine that has cut the parameters up adds its batches up."""
+
+    @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """Algorithm 1. A step whose gradient is not finite, or an outlier, or not there at all, changes nothing.
+
+        A parameter without a gradient still follows the scale, unless its `requires_grad` is False. At a learning rate
+        of 0 in every group the weights and the scale stay where they are.
+        """
+        self._leave_dry_run()
+        if closure is None and self._is_dry_run():
+            return self._make_dry_run()
+        closure, loss = _evaluated(closure)
+        params = self._params()
+        if is_fake(params):  # nothing can be learned from tensors without data; what a step allocates can be counted
+            self._make_dry_run()
+            return loss
+        self._calls += 1
+        return self._train(closure, loss, params)
+
+    def _train(self, closure: Closure | None, loss: Any, params: Sequence[Tensor]) -> Any:
+        progress = self._progress
+        plan = self._passes.plan(_ids_of_moving(params), lambda: self._entries(progress, params))
+        self._fused = plan.is_fused
+        decision, started = self._decision, []
+        reduction = self._counting(params).reduction if decision is None else Identity()
+        with nullcontext() if reduction.spans_ranks else _tuner_restored_on_error(progress):
+            if decision is None:
+                sums = plan.sums(tuners=len(progress.tuner.s), device=progress.tuner.s.device)
+                reduced = reduction.start(sums)
+                started = plan.start(closure)
+                sums = reduced()
+                if self._was_false_start(sums, progress):
+                    self._forget_start(progress)
+                    return self._train(closure, loss, params)
+                decision = self._decide(sums, progress)
+            if decision.applied is False:
+                return loss
+            result = plan.apply(decision, unit=self._units.of_delta(progress), closure=closure, started=started)
+        return result if loss is None else loss
+
+    def _was_false_start(self, vector: Tensor, progress: Progress) -> bool:
+        """Whether the one gradient so far was an outlier beside this one. The weights have not moved yet.
+
+        Never for a base whose state cannot be dropped: it was there before the first step, or an engine has views of
+        it. DeepSpeed's engines therefore keep such a gradient; those that call `decide` do not come here at all. On a
+        GPU, which would have to be waited for, only the second call looks.
+        """
+        on_cpu = vector.device.type == "cpu"
+        if self.settings.rule != "optimistic" or not (on_cpu or self._calls == 2) or is_capturing(vector.device):
+            return False
+        if self._has_history or self.count is not None:
+            return False
+        norms = Sums.of_vector(vector).gg.sqrt()
+        is_second = progress.tuner.gradients.max() == 1
+        return bool(is_second & was_outlier(progress.tuner.longest, norms).any())
+
+    def _forget_start(self, progress: Progress) -> None:
+        """Begins anew with this step: the outlier would stay in the base's moments, and in delta."""
+        self.state.clear()
+        self._passes = Passes(self.base, self.backend)  # the plans hold what was cleared
+        progress.tuner = initial_state(
+            self._units.constants(progress), tuners=len(progress.tuner.s), device=progress.tuner.s.device
+        )
+        progress.steps = torch.zeros_like(progress.steps)
+
+    def decide(self, sums: Tensor) -> Decision:
+        """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
+        return self._decide(sums, self._progress)
+
+    def _decide(self, sums: Tensor, progress: Progress) -> Decision:
+        by_kernel = self._passes.uses_kernels(sums.device)
+        decision = self._decider.decide(sums, progress, by_kernel=by_kernel)
+        applied = self._known(decision.applied, progress)
+        if applied is not False:
+            self._note_lrs()
+        return decision._replace(applied=applied)
+
+    def _known(self, applied: bool | Tensor, progress: Progress) -> bool | Tensor:
+        """A bool, unless the base can be told on the device: for others this is a step's one synchronisation."""
+        if isinstance(applied, Tensor) and applied.device.type != "cpu" and self._decides_on_device():
+            return applied
+        is_applied = bool(applied)
+        if not is_applied and progress.skipped > 0:
+            self._warn_of_skips(progress)
+        return is_applied
+
+    def _decides_on_device(self) -> bool:
+        return self._fused or known_bases.skips_on_found_inf(self.base, self._params())
+
+    @contextmanager
+    def applying(self, decision: Decision) -> Iterator[None]:
+        """Within, `step()` takes this decision and sees only to the weights: for engines that step part by part."""
+        self._decision = decision
+        try:
+            yield
+        finally:
+            self._decision = None
+
+    def _entries(self, progress: Progress, params: Sequence[Tensor]) -> list[Entry]:
+        """The parameters with a gradient, and those that had one before: their weights still follow the scale.
+
+        Those that a person has frozen stay where they are and are not counted.
+        """
+        weights = self._counting(params).weights if self._decision is None else {}
+        align_gradients(params)
+        entries = []
+        for group in self.param_groups:
+            tuner_index = progress.tuner_of(group)
+            for p in group["params"]:
+                known = self.state.get(p, {})
+                if p.grad is None and (DELTA not in known or not p.requires_grad):
+                    continue
+                refuse_sparse(p)
+                refuse_foreign(p, known)
+                conform(self.base, p)
+                param_state = ParamState(local(p), local(p.grad), local(known.get(DELTA)), local(known.get(REF)))
+                entries.append(Entry(p, group, param_state, tuner_index, weights.get(id(p), 1.0)))
+        return entries
+
+    def _counting(self, params: Sequence[Tensor]) -> Counting:
+        key = tuple(map(id, params))
+        if self._counted is None or self._counted[0] != key:
+            refuse_mixed_groups(self.param_groups)
+            refuse_overlaps(params)
+            self._counted = key, self._count(params)
+        return self._counted[1]
+
+    def _count(self, params: Sequence[Tensor]) -> Counting:
+        if self.count is not None:  # an engine that has cut the parameters up knows how its batches add up
+            return self.count(params)
+        refuse_unattached(self)
+        return reduction_for(params, group=self.group, sync_replicas=self.sync_replicas)
+
+    def local_sums(self, parts: Sequence[tuple[Group, ParamState]]) -> Tensor:
+        """What `decide` takes, for tensors that an engine assembled, each with its param group and counted once."""
+        progress = self._progress
+        entries = [
+            Entry(param_state.x, group, param_state, progress.tuner_of(group), 1.0) for group, param_state in parts
+        ]
+        return self._passes.sums(entries, tuners=len(progress.tuner.s), device=progress.tuner.s.device)
+
+    # ---------------------------------------------------------------- the dry run of torch.distributed.checkpoint
+
+    def _is_dry_run(self) -> bool:
+        """DCP fills an empty state by a step with zero gradients at lr 0, which must leave no trace.
+
+        A user's first step may look the same, so the caller counts.
+        """
+        return not self.state and has_lr_zero(self.base) and _is_called_by("torch.distributed.checkpoint.state_dict")
+
+    def _make_dry_run(self) -> None:
+        self.base.step()
+        for p in self._params():
+            if p.grad is not None:
+                complete(self.base, p, local(p))
+        self._dry_state = self.state
+
+    def _leave_dry_run(self) -> None:
+        """If no state was loaded after the dry run, drop what it made: Adam would count it as a step."""
+        if self._dry_state is not None and self._dry_state is self.state:
+            self.state.clear()
+        self._dry_state = None
+
+
+def _is_called_by(module: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _ids_of_moving(params: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(id(p) for p in params if p.requires_grad or p.grad is not None)
+
+
+def _evaluated(closure: Closure | None) -> tuple[Closure | None, Any]:
+    """The loss, and a closure for the base whose first call returns it instead of computing it again."""
+    if closure is None:
+        return None, None
+    again = torch.enable_grad()(closure)
+    loss = again()
+    cached = [loss]
+    return lambda: cached.pop() if cached else again(), loss
+
+
+@contextmanager
+def _tuner_restored_on_error(progress: Progress) -> Iterator[None]:
+    """The weights go back when the base raises: a tuner that had moved on would not fit them.
+
+    Not where ranks decide together: those that do not fail have moved on, and all must play one scale.
+    """
+    tuner, steps = progress.tuner, progress.steps
+    try:
+        yield
+    except BaseException:
+        progress.tuner, progress.steps = tuner, steps
+        raise
