@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from mechanic_plugins import checkpoint
+from mechanic_plugins.checkpoints import state as checkpoint
+from mechanic_plugins.checkpoints.leaving import filled
 from mechanic_plugins.classes import Mechanized, class_with, wrap
-from mechanic_plugins.leaving import filled
+from mechanic_plugins.core.settings import Preset, Rule, Scope, Settings
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.passes import Backend, check_backend
-from mechanic_plugins.settings import Preset, Rule, Scope, Settings
+from mechanic_plugins.passes.planner import Backend, check_backend
 
 __all__ = ["Options", "chain", "demechanize", "find", "mechanize", "unwrap"]
 

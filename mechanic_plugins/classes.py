@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.passes import Backend
-from mechanic_plugins.settings import Settings
+from mechanic_plugins.passes.planner import Backend
 
 __all__ = ["Mechanized", "class_around", "class_with", "wrap"]
 
