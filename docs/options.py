@@ -1,7 +1,7 @@
 """Writes the tables of options.md from the code: the docstring of `mechanize`, and the settings of each rule.
 
-    python docs/options.py           # what `make docs` runs
-    python docs/options.py --check   # fails where the page is out of date
+python docs/options.py           # what `make docs` runs
+python docs/options.py --check   # fails where the page is out of date
 """
 
 from __future__ import annotations
