@@ -10,21 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core import tuner
+from mechanic_plugins.core import rules, tuner, tuner_state
 from mechanic_plugins.core.settings import Rule, Settings
-from mechanic_plugins.core.tuner import (
-    SCALARS,
-    SUMS,
-    Sums,
-    TunerState,
-    advance,
-    delta_factor,
-    gradient_limit,
-    initial_state,
-    keep_where,
-    noted,
-    rescale_to_lr,
-)
+from mechanic_plugins.core.tuner import advance, delta_factor, gradient_limit, noted, rescale_to_lr
+from mechanic_plugins.core.tuner_state import SCALARS, SUMS, Sums, TunerState, initial_state, keep_where
 
 RULES = get_args(Rule)
 SMOOTHED = [(rule, smoothing) for rule in RULES for smoothing in (0.0, 0.9) if (rule, smoothing) != ("theory", 0.9)]
@@ -125,7 +114,7 @@ def test_a_meta_device_can_play(rule: Rule) -> None:
 
 
 def test_the_module_knows_no_optimizer_and_no_distribution() -> None:
-    tree = ast.parse(inspect.getsource(tuner))
+    tree = ast.parse("".join(map(inspect.getsource, (rules, tuner, tuner_state))))
     names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     assert not names & {"item", "tolist", "cpu", "numpy", "distributed", "optim"}
 
@@ -172,7 +161,7 @@ def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> No
 
 def test_losses_count_fully_where_the_schedule_has_ended() -> None:
     state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
-    weights = [tuner.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.125, 0.0)]
+    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.125, 0.0)]
     assert weights == pytest.approx([0.1, 0.55, 1.0])
 
 

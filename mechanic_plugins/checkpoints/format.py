@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mechanic_plugins.core.param_state import PREFIX
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner import SCALARS, TunerState
+from mechanic_plugins.core.tuner_state import SCALARS, TunerState
 
 __all__ = ["FORMAT", "HEADER", "Header", "Record", "fields", "holds_tuner", "parse", "parse_header"]
 

@@ -29,7 +29,7 @@ from mechanic_plugins.checkpoints.format import (
 from mechanic_plugins.checkpoints.settings import notice, portable
 from mechanic_plugins.core.param_state import DELTA, PREFIX, REF, delta_dtype, needs_reference
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner import SCALARS, TunerState, initial_state
+from mechanic_plugins.core.tuner_state import SCALARS, TunerState, initial_state
 from mechanic_plugins.distributed.sharding import local
 
 __all__ = ["Progress", "check", "check_tuner", "merge", "read", "split", "strip", "write"]
@@ -63,6 +63,10 @@ class Progress:
         """The group's place among those that the tuner was read from or written to."""
         mine = group.get(PREFIX + "s")
         return next((index for index, other in enumerate(self.seen) if other is mine), None)
+
+    def tuner_of(self, group: dict[str, Any]) -> int:
+        """Which tuner the group belongs to. An engine may have left only some of the groups in place."""
+        return (self.row_of(group) or 0) if len(self.tuner.s) > 1 else 0
 
     def add_tuner(self, settings: Settings) -> None:
         """One more, for a new param group."""

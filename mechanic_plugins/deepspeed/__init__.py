@@ -46,7 +46,7 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.core.param_state import DELTA, ParamState
-from mechanic_plugins.core.tuner import SUMS
+from mechanic_plugins.core.tuner_state import SUMS
 from mechanic_plugins.deepspeed.refusals import refuse_unsupported
 from mechanic_plugins.deepspeed.universal import mend_universal_load, mend_universal_load_of_stage3
 from mechanic_plugins.distributed.reduction import AllReduce
