@@ -249,6 +249,13 @@ def test_modules_and_scripts_exist() -> None:
         assert [file for file in files if not (ROOT / file).exists()] == [], page
 
 
+def test_the_rooms_of_the_house_are_where_contributors_are_sent() -> None:
+    named = set(re.findall(r"`((?:\w+/)?\w+(?:/|\.py))`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(named) > 12
+    inside = {name for name in named - {"site/"} if not (ROOT / name).exists()}
+    assert [name for name in inside if not (ROOT / "mechanic_plugins" / name).exists()] == []
+
+
 def test_the_repository_has_one_address() -> None:
     address = re.search(r'^Homepage = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert address
