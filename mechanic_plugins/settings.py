@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-__all__ = ["PRESETS", "Preset", "Rule", "Scope", "Settings"]
+__all__ = ["LEFT_OPEN", "PRESETS", "Preset", "Rule", "Scope", "Settings"]
 
 Preset = Literal["paper", "0.1"]
 Rule = Literal["optimistic", "paper", "experiments", "optax", "theory"]
@@ -39,7 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """The paper's constants, and what version 0.1 of this package did by default."""
-_LEFT_OPEN = ("rule", "s_init", "first_move", "s_decay", "eps", "smoothing", "hindsight", "own_warmup")
+LEFT_OPEN = ("rule", "s_init", "first_move", "s_decay", "eps", "smoothing", "hindsight", "own_warmup")
 """May be None: the preset's value then, or the rule's, or the default."""
 
 
@@ -120,7 +120,7 @@ class Settings:
     @classmethod
     def from_preset(cls, preset: str | None = None, **values: Any) -> Settings:
         """Settings from a preset's constants, or those the rule was published with; a value that is not None wins."""
-        chosen = {name: value for name, value in values.items() if value is not None or name not in _LEFT_OPEN}
+        chosen = {name: value for name, value in values.items() if value is not None or name not in LEFT_OPEN}
         if preset is None:
             constants = PUBLISHED.get(chosen.get("rule", "optimistic"), {})
         else:

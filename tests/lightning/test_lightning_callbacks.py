@@ -328,7 +328,7 @@ trainer:
 
 
 def test_it_takes_every_keyword_of_mechanize_with_its_default() -> None:
-    theirs, ours = inspect.signature(mechanize).parameters, inspect.signature(Mechanic).parameters
+    theirs, ours = (inspect.signature(each, eval_str=True).parameters for each in (mechanize, Mechanic))
     expected = {name: (p.default, p.annotation) for name, p in theirs.items() if name != "optimizer"}
     assert {name: (p.default, p.annotation) for name, p in ours.items() if name not in ("log", "prog_bar")} == expected
 
