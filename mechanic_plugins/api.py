@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from mechanic_plugins import checkpoint
 from mechanic_plugins.classes import Mechanized, class_with, wrap
+from mechanic_plugins.groups import release
 from mechanic_plugins.leaving import filled
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import Options, configured, parameters
@@ -132,4 +133,5 @@ def demechanize(optimizer: Any) -> Optimizer:
             if group.get(key) is not None:
                 group[key] = group[key] * scale
     checkpoint.strip(mechanic.param_groups, mechanic.state)
+    release(mechanic.param_groups)
     return mechanic.base

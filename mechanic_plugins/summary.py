@@ -15,12 +15,12 @@ No framework is needed here; each plugin says it in its framework's own way.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mechanic_plugins.groups import names_of
 from mechanic_plugins.optimizer import MechanicOptimizer
 
 __all__ = ["TOO_SHORT", "ScaleHistory", "is_still_rising", "learned_lr", "peak_lr", "report"]
@@ -131,17 +131,13 @@ def report(optimizer: MechanicOptimizer, history: ScaleHistory | None = None) ->
     if len({math.prod(pair) for pair in pairs}) == 1:
         scale, lr = pairs[0]
         return f"Mechanic learned a peak learning rate of {scale * lr:.3g} (scale {scale:.3g} x lr {lr:.3g})."
-    named = zip(_names(optimizer), pairs, strict=False)
+    named = zip(names_of(optimizer.param_groups), pairs, strict=False)
     listed = ", ".join(f"{name} {s * lr:.3g} ({s:.3g} x {lr:.3g})" for name, (s, lr) in named)
     return f"Mechanic learned these peak learning rates (scale x lr): {listed}."
 
 
 def _final(optimizer: MechanicOptimizer) -> list[tuple[float, float]]:
     return list(zip(optimizer.scales.tolist(), map(peak_lr, optimizer.param_groups), strict=True))
-
-
-def _names(optimizer: MechanicOptimizer) -> Sequence[str]:
-    return [str(group.get("name", f"pg{index}")) for index, group in enumerate(optimizer.param_groups, start=1)]
 
 
 def peak_lr(group: dict[str, Any]) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from typing_extensions import Self
 from mechanic_plugins import bases, checkpoint
 from mechanic_plugins.checkpoint import DELTA, PREFIX, Progress
 from mechanic_plugins.checkpoint_format import holds_tuner
+from mechanic_plugins.groups import average, names_of, show_scales
 from mechanic_plugins.multi_tensor import is_capturing
 from mechanic_plugins.passes import Backend, check_backend
 from mechanic_plugins.pieces import zeros_like
@@ -98,6 +100,9 @@ class Wrapper(Optimizer):
         for name in _HOOKS:
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
         self._patch_step_function()
+        self._itself: ref[Wrapper] = ref(self)
+        """Lightning's and Fabric's proxies run these methods with another `self`."""
+        show_scales(self.param_groups, self._itself)
 
     # ---------------------------------------------------------------- what belongs to the base
 
@@ -137,6 +142,7 @@ class Wrapper(Optimizer):
         """The new parameters start with delta = 0; with `scope="group"` they get a tuner of their own."""
         progress = self._progress
         self.base.add_param_group(param_group)
+        show_scales(self.param_groups, self._itself)
         if self.settings.scope == "group":
             progress.add_tuner(self.settings)
         self._write(progress)
@@ -264,6 +270,7 @@ class Wrapper(Optimizer):
         checkpoint.check(state_dict, self.param_groups, self.settings)
         plain, ours = checkpoint.split(state_dict)
         self.base.load_state_dict(plain)
+        show_scales(self.param_groups, self._itself)
         ids = (i for group in plain["param_groups"] for i in group["params"])
         checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state)
         self._live = self._dry_state = self._last_lrs = None
@@ -362,6 +369,10 @@ class Wrapper(Optimizer):
         """For each group, scale times the lr of the last step: what a plain optimizer's lr would be. Waits."""
         return [s * float(lr) for s, lr in zip(self.scales.tolist(), self.lrs, strict=True)]
 
+    def get_avg_learning_rate(self) -> float:
+        """The mean of `effective_lrs` over all weights, under the name that ai-toolkit looks for. Waits."""
+        return average(self.effective_lrs, self.param_groups)
+
     @property
     def lrs(self) -> list[float | Tensor]:
         """For each group the lr of the last step, which a scheduler may have changed since; 1 for a base without."""
@@ -386,8 +397,7 @@ class Wrapper(Optimizer):
         lrs = self.effective_lrs
         metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
         if len(self.param_groups) > 1:
-            for index, group in enumerate(self.param_groups):
-                name = group.get("name", f"pg{index + 1}")
+            for index, name in enumerate(names_of(self.param_groups)):
                 metrics[f"mechanic/scale/{name}"] = scales[index]
                 metrics[f"mechanic/effective_lr/{name}"] = lrs[index]
         if skipped:

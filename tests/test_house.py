@@ -19,7 +19,7 @@ PACKAGE = Path(mechanic_plugins.__file__).parent
 
 # From the ground up. A module imports from lower floors only, never from its own.
 FLOORS = [
-    {"settings"},
+    {"groups", "settings"},
     {"tuner"},
     {"slots"},
     {"triton_kernels"},
