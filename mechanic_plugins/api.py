@@ -8,10 +8,10 @@ from typing import Any, overload
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from mechanic_plugins import checkpoint
+from mechanic_plugins.checkpoints import state as checkpoint
+from mechanic_plugins.checkpoints.leaving import filled
 from mechanic_plugins.classes import Mechanized, class_with, wrap
-from mechanic_plugins.groups import release
-from mechanic_plugins.leaving import filled
+from mechanic_plugins.core.groups import release
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import Options, configured, parameters
 

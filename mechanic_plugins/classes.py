@@ -18,10 +18,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch.optim import Optimizer
 
+from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import Options, configured, hint, parameters
-from mechanic_plugins.passes import Backend, check_backend
-from mechanic_plugins.settings import Settings
+from mechanic_plugins.passes.planner import Backend, check_backend
 
 __all__ = ["Mechanized", "class_around", "class_with", "wrap"]
 

@@ -23,7 +23,7 @@ except ImportError as error:
     ) from error
 import torch
 
-from mechanic_plugins.checkpoint import DELTA
+from mechanic_plugins.core.param_state import DELTA
 
 __all__ = ["convert"]
 

@@ -28,7 +28,7 @@ def install() -> None:
 
 def _add_names(module: ModuleType) -> None:
     """No more than the names: transformers.trainer may be half imported."""
-    from mechanic_plugins.names import add_names
+    from mechanic_plugins.hf.optim_names import add_names
 
     add_names(module.OptimizerNames)
 

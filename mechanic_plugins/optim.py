@@ -20,8 +20,9 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from mechanic_plugins import bases, lion, muon
+from mechanic_plugins import lion, muon
 from mechanic_plugins.classes import Mechanized, class_with
+from mechanic_plugins.core import known_bases
 from mechanic_plugins.options import Options, hint
 
 __all__ = ["SGD", "Adafactor", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "NAdam", "RMSprop", "wrap"]
@@ -59,7 +60,7 @@ def _refuse_other_than_class(given: Any) -> None:
 
 def _lr(base: type[Optimizer]) -> float | None:
     """1, except where lr is more than a factor: Adafactor's is also a bound on its steps."""
-    return 1.0 if bases.is_kind_linear_in_lr(base) else None
+    return 1.0 if known_bases.is_kind_linear_in_lr(base) else None
 
 
 def _named(name: str, base: type[Optimizer]) -> type[Mechanized]:

@@ -15,9 +15,9 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 import torch.distributed as dist
 
-from mechanic_plugins.passes import Backend
-from mechanic_plugins.settings import LEFT_OPEN, Preset, Rule, Scope, Settings
-from mechanic_plugins.wrapper import Wrapper
+from mechanic_plugins.core.settings import LEFT_OPEN, Preset, Rule, Scope, Settings
+from mechanic_plugins.optimizer.interface import Wrapper
+from mechanic_plugins.passes.planner import Backend
 
 __all__ = ["Options", "OptionsBesideBetas", "OptionsBesideBoth", "OptionsBesideEps", "configured", "hint", "parameters"]
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic_plugins.groups import names_of
+from mechanic_plugins.core.groups import names_of
 from mechanic_plugins.optimizer import MechanicOptimizer
 
 __all__ = ["TOO_SHORT", "ScaleHistory", "is_still_rising", "learned_lr", "peak_lr", "report"]

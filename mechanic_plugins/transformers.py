@@ -3,8 +3,8 @@
     import mechanic_plugins.transformers
     TrainingArguments(optim="mechanic_adamw", optim_args="s_decay=0.0")
 
-The import registers the names of `mechanic_plugins.names.BASES`. transformers has no registry, so three places are
-touched in memory: the enum of names, the static method that turns a name into a class, and the list of default
+The import registers the names of `mechanic_plugins.hf.optim_names.BASES`. transformers has no registry, so three places
+are patched in memory: the enum of names, the static method that turns a name into a class, and the list of default
 callbacks, for the scale in the logs. transformers' own optimizers go their own way as before.
 """
 
@@ -33,11 +33,11 @@ if importlib.util.find_spec("accelerate") is None:
 
 import mechanic_plugins.accelerate as accelerate_plugin
 from mechanic_plugins.api import chain, find
-from mechanic_plugins.hf_bases import Found, class_and_kwargs, is_mechanic, name_of
-from mechanic_plugins.hf_checkpoint import demechanize_checkpoint, refuse_unscaled_resume
-from mechanic_plugins.names import BASES, PREFIX, add_name, add_names
+from mechanic_plugins.hf.bases import Found, class_and_kwargs, is_mechanic, name_of
+from mechanic_plugins.hf.checkpoint import demechanize_checkpoint, refuse_unscaled_resume
+from mechanic_plugins.hf.optim_names import BASES, PREFIX, add_name, add_names
+from mechanic_plugins.hf.schedules import objection
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.schedules import objection
 from mechanic_plugins.summary import TOO_SHORT, ScaleHistory, is_still_rising, peak_lr, report
 
 __all__ = ["MechanicCallback", "demechanize_checkpoint", "register"]

@@ -15,8 +15,9 @@ from problems import differences, everything
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from mechanic_plugins import bases, demechanize, mechanize
-from mechanic_plugins.checkpoint import DELTA, PREFIX
+from mechanic_plugins import demechanize, mechanize
+from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.param_state import DELTA, PREFIX
 from mechanic_plugins.lion import Lion
 
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -66,7 +67,7 @@ def test_every_fused_cpu_kernel_that_is_taken_is_right(cls: Any, options: dict[s
         for fused in (True, False):
             p = nn.Parameter(start.clone())
             p.grad = torch.zeros_like(p)
-            if fused and not bases.can_fuse_on_cpu(cls([p], **options)):
+            if fused and not known_bases.can_fuse_on_cpu(cls([p], **options)):
                 assert needs_the_plain_way(dtype)
                 return
             ends.append(walk(cls([p], lr=0.1, **options, **({"fused": True} if fused else {"foreach": False})), p))

@@ -13,7 +13,8 @@ import pytest
 import torch
 from problems import differences, everything, perceptron, train
 
-from mechanic_plugins import MechanicOptimizer, checkpoint_format, mechanize
+from mechanic_plugins import MechanicOptimizer, mechanize
+from mechanic_plugins.checkpoints import format as checkpoint_format
 
 NAN, INF = math.nan, math.inf
 

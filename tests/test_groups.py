@@ -14,7 +14,7 @@ import torch
 from problems import backward, perceptron, train
 
 from mechanic_plugins import demechanize, mechanize, optim
-from mechanic_plugins.groups import names_of
+from mechanic_plugins.core.groups import names_of
 
 
 def two_groups(**options: Any) -> tuple[torch.nn.Sequential, Any]:

@@ -1,8 +1,9 @@
-"""The house has floors, and imports point down only."""
+"""Imports between the package's rooms point one way, and files stay short."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
 import json
 import subprocess
@@ -17,48 +18,19 @@ from mechanic_plugins import MechanicOptimizer
 
 PACKAGE = Path(mechanic_plugins.__file__).parent
 
-# From the ground up. A module imports from lower floors only, never from its own.
-FLOORS = [
-    {"groups", "settings"},
-    {"tuner"},
-    {"slots"},
-    {"triton_kernels"},
-    {"gpu_tuner", "kernels", "multi_tensor"},
-    {"reduction"},
-    {"replicas"},
-    {"sharding"},
-    {"schedule_level", "skips", "storage"},
-    {"lion", "muon"},  # optimizers to wrap, which torch has not
-    {"checkpoint_format"},
-    {"checkpoint_settings"},
-    {"bases", "checkpoint"},
-    {"leaving"},
-    {"pieces"},
-    {"twins"},
-    {"any_base", "fused"},
-    {"passes"},
-    {"wrapper"},
-    {"optimizer"},
-    {"options", "summary"},
-    {"classes"},
-    {"api"},
-    {"optim"},
-    {"__init__"},
-    {"hf_checkpoint", "names", "optim_args", "schedules"},
-    {"deepspeed_refusals", "deepspeed_universal"},
-    {"deepspeed"},
-    {"lightning.packages"},
-    {"lightning.checks", "lightning.reports"},
-    {"lightning.attach"},
-    {"lightning"},
-    {"accelerate", "ds_to_universal", "hf_bases"},
-    {"transformers"},
-    {"hook"},
-    {"costs"},
-    {"bench", "cli", "demo", "doctor", "run"},
-    {"__main__"},
-]
-FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
+# From the ground up: a room imports from the rooms above it in this list, and from itself without going in circles.
+ROOMS = {
+    "core": {"core", "lion", "muon"},
+    "kernels": {"kernels"},
+    "distributed": {"distributed"},
+    "checkpoints": {"checkpoints"},
+    "passes": {"passes"},
+    "optimizer": {"optimizer"},
+    "interface": {"__init__", "api", "classes", "optim", "options", "summary"},
+    "plugins": {"accelerate", "deepspeed", "ds_to_universal", "hf", "lightning", "transformers"},
+    "programs": {"bench", "costs", "demo", "hook", "run"},
+}
+LEVEL_OF = {name: level for level, names in enumerate(ROOMS.values()) for name in names}
 FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 FILES = {module.removesuffix(".__init__"): path for module, path in FILES.items()}
 MODULES = sorted(FILES)
@@ -80,14 +52,18 @@ FRAMEWORKS = [
 ]
 
 
+def level_of(module: str) -> int:
+    return LEVEL_OF[module.partition(".")[0]]
+
+
 def imported_by(module: str) -> set[str]:
     """The package's own modules that this one imports, anywhere in its text."""
     found = set()
     for node in ast.walk(ast.parse(FILES[module].read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "mechanic_plugins":
-            found |= {alias.name if alias.name in MODULES else "__init__" for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mechanic_plugins."):
-            found.add(str(node.module).removeprefix("mechanic_plugins."))
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "mechanic_plugins":
+            package = str(node.module).removeprefix("mechanic_plugins").removeprefix(".")
+            inside = [f"{package}.{alias.name}".removeprefix(".") for alias in node.names]
+            found |= {name if name in MODULES else package or "__init__" for name in inside}
         elif isinstance(node, ast.Import):
             names = [alias.name.partition(".") for alias in node.names]
             found |= {name or "__init__" for package, _, name in names if package == "mechanic_plugins"}
@@ -95,13 +71,21 @@ def imported_by(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str) -> None:
-    assert module in FLOOR_OF, f"{module}.py has no floor yet: give it one"
-    up = {name for name in imported_by(module) if FLOOR_OF[name] >= FLOOR_OF[module]}
-    assert not up, f"{module}.py stands on floor {FLOOR_OF[module]} and imports {sorted(up)} from there or above"
+def test_imports_point_to_lower_rooms(module: str) -> None:
+    assert module.partition(".")[0] in LEVEL_OF, f"{module} is in no room of this test yet: enter it"
+    up = {name for name in imported_by(module) if level_of(name) > level_of(module)}
+    assert not up, f"{module} imports {sorted(up)} from a room that is built on its own"
 
 
-def test_no_relative_imports_hide_from_the_test_above() -> None:
+def test_imports_within_a_room_do_not_go_in_circles() -> None:
+    graph = {
+        module: {name for name in imported_by(module) if level_of(name) == level_of(module)} - {module}
+        for module in MODULES
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_relative_imports_hide_from_the_tests_above() -> None:
     relative = [
         module
         for module in MODULES
@@ -112,7 +96,7 @@ def test_no_relative_imports_hide_from_the_test_above() -> None:
 
 
 def test_the_maths_knows_no_optimizer_and_no_distribution() -> None:
-    for module in ("settings", "tuner"):
+    for module in ("core.settings", "core.tuner"):
         tree = ast.parse(FILES[module].read_text())
         names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         names |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}

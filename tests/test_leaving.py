@@ -12,7 +12,7 @@ from problems import differences, everything, perceptron, train
 from torch import nn
 
 from mechanic_plugins import MechanicOptimizer, demechanize, mechanize
-from mechanic_plugins.leaving import filled, save_whole, scales_in
+from mechanic_plugins.checkpoints.leaving import filled, save_whole, scales_in
 
 
 def with_idle_groups(scope: Any) -> tuple[nn.Module, MechanicOptimizer]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mechanic_plugins import MechanicOptimizer, demechanize, mechanize
-from mechanic_plugins.checkpoint import DELTA, REF
+from mechanic_plugins.core.param_state import DELTA, REF
 
 ADAMW = torch.optim.AdamW
 SKIPPED = "mechanic/skipped_steps"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.settings import Rule, Settings
+from mechanic_plugins.core.settings import Rule, Settings
 
 NAN, INF = math.nan, math.inf
 
@@ -64,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"normalize_lr": 1}, ("got 1", "must be True or False")),
     ({"normalize_lr": None}, ("got None", "must be True or False")),
     ({"own_warmup": 1}, ("got 1", "must be True or False")),
-    ({"own_warmup": True, "rule": "theory"}, ("got True", "never restated", "the default rule")),
+    ({"own_warmup": True, "rule": "theory"}, ("got True", "never rescale_to_lr", "the default rule")),
 ]
 
 

@@ -13,7 +13,7 @@ from problems import backward, differences, everything, perceptron, train
 from torch import Tensor, nn
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.checkpoint import DELTA
+from mechanic_plugins.core.param_state import DELTA
 
 ADAMW = torch.optim.AdamW
 STEPS, SKIPPED = "mechanic/steps", "mechanic/skipped_steps"

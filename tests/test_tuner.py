@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechanic_plugins import tuner
-from mechanic_plugins.settings import Rule, Settings
-from mechanic_plugins.tuner import (
+from mechanic_plugins.core import tuner
+from mechanic_plugins.core.settings import Rule, Settings
+from mechanic_plugins.core.tuner import (
     SCALARS,
     SUMS,
     Sums,
     TunerState,
     advance,
-    fresh,
+    delta_factor,
     gradient_limit,
+    initial_state,
     keep_where,
-    kept_share,
     noted,
-    restated,
+    rescale_to_lr,
 )
 
 RULES = get_args(Rule)
@@ -38,7 +38,7 @@ def sums(*rows: tuple[float, float, float, float, float]) -> Sums:
 def play(settings: Settings, seen: list[Sums]) -> list[TunerState]:
     """The states after each step."""
     betas = torch.tensor(settings.betas, dtype=torch.float64)
-    state = fresh(settings, tuners=len(seen[0].dg), device=CPU)
+    state = initial_state(settings, tuners=len(seen[0].dg), device=CPU)
     states = []
     for each in seen:
         state = advance(state, each, settings=settings, betas=betas, lr=torch.ones_like(state.lr))
@@ -62,7 +62,7 @@ STEPS: list[tuple[float, float, float, float, float]] = [
 @pytest.mark.parametrize("tuners", [1, 3])
 def test_every_rule_keeps_shapes_dtype_and_device(rule: Rule, tuners: int) -> None:
     settings = Settings.from_preset(rule=rule)
-    before = fresh(settings, tuners=tuners, device=CPU)
+    before = initial_state(settings, tuners=tuners, device=CPU)
     after = play(settings, [sums(*[row] * tuners) for row in STEPS])[-1]
     for name, a, b in zip(TunerState._fields, before, after, strict=True):
         columns = 1 if name in SCALARS else 6
@@ -116,7 +116,7 @@ def test_a_meta_device_can_play(rule: Rule) -> None:
     """No rule looks at a value: a tensor without any would raise, as a CUDA graph's capture does."""
     meta = torch.device("meta")
     settings = Settings.from_preset(rule=rule, smoothing=0.0 if rule == "theory" else 0.5, max_scale=1.0)
-    state = fresh(settings, tuners=2, device=meta)
+    state = initial_state(settings, tuners=2, device=meta)
     betas = torch.empty(6, dtype=torch.float64, device=meta)
     seen = Sums.of(torch.empty(2, len(SUMS), dtype=torch.float64, device=meta))
     after = advance(state, seen, settings=settings, betas=betas, lr=torch.ones_like(state.lr))
@@ -171,7 +171,7 @@ def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> No
 
 
 def test_losses_count_fully_where_the_schedule_has_ended() -> None:
-    state = fresh(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
+    state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
     weights = [tuner.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.125, 0.0)]
     assert weights == pytest.approx([0.1, 0.55, 1.0])
 
@@ -248,7 +248,7 @@ def test_hindsight_is_the_share_of_the_way_that_the_weights_go_along_delta(hinds
     states = play(Settings(s_init=1e-3, smoothing=0.0, hindsight=hindsight), [sums(row) for row in STEPS])
     assert any(a.played.item() > b.played.item() > 0 for a, b in itertools.pairwise(states))
     for before, after in itertools.pairwise(states[1:]):
-        moved = after.played * kept_share(before, after, hindsight=hindsight)  # x - x_ref, in units of the old delta
+        moved = after.played * delta_factor(before, after, hindsight=hindsight)  # x - x_ref, in units of the old delta
         share = hindsight * after.played + (1 - hindsight) * before.played
         assert moved.item() == pytest.approx(share.item(), rel=1e-14)
 
@@ -256,13 +256,13 @@ def test_hindsight_is_the_share_of_the_way_that_the_weights_go_along_delta(hinds
 def test_the_first_scale_is_for_all_that_delta_holds() -> None:
     states = play(Settings(s_init=1e-3, hindsight=0.0), [sums(row) for row in STEPS[:2]])
     assert states[0].played.item() == 0 < states[1].played.item()
-    assert kept_share(states[0], states[1], hindsight=0.0).item() == 1
+    assert delta_factor(states[0], states[1], hindsight=0.0).item() == 1
 
 
 def test_restated_for_a_higher_lr_nothing_moves_and_everything_follows() -> None:
     settings = Settings(s_init=1e-3)
     state = play(settings, [sums(row) for row in STEPS[:3]])[-1]._replace(lr=torch.tensor([[0.25]]).double())
-    new, known, fall = restated(state, sums(STEPS[3]), torch.tensor([[1.0]]).double())
+    new, known, fall = rescale_to_lr(state, sums(STEPS[3]), torch.tensor([[1.0]]).double())
     assert (fall.item(), new.lr.item()) == (0.25, 1.0)
     before, after = state.played * sums(STEPS[3]).dg, new.played * known.dg  # h times the scale
     assert after.item() == pytest.approx(before.item(), rel=1e-14)
@@ -278,20 +278,20 @@ def test_restated_for_a_higher_lr_nothing_moves_and_everything_follows() -> None
 def test_an_lr_that_is_not_the_highest_restates_nothing(lr: float) -> None:
     state = play(Settings(s_init=1e-3), [sums(row) for row in STEPS[:3]])[-1]
     state = state._replace(lr=torch.tensor([[0.25]]).double())
-    new, known, fall = restated(state, sums(STEPS[3]), torch.tensor([[lr]]).double())
+    new, known, fall = rescale_to_lr(state, sums(STEPS[3]), torch.tensor([[lr]]).double())
     assert fall.item() == 1
     assert all(map(torch.equal, new, state))
     assert all(map(torch.equal, known, sums(STEPS[3])))
 
 
 def test_the_first_lr_restates_nothing() -> None:
-    state = fresh(Settings(), tuners=1, device=CPU)
-    new, _, fall = restated(state, sums(STEPS[1]), torch.tensor([[0.1]]).double())
+    state = initial_state(Settings(), tuners=1, device=CPU)
+    new, _, fall = rescale_to_lr(state, sums(STEPS[1]), torch.tensor([[0.1]]).double())
     assert (fall.item(), new.lr.item()) == (1.0, pytest.approx(0.1))
 
 
 def test_an_lr_of_nan_is_not_remembered() -> None:
     """While the scale is frozen nothing else looks at it: it would be the highest one for ever."""
-    state = fresh(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.25]]).double())
+    state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.25]]).double())
     assert noted(state, torch.tensor([[math.nan]]).double()).lr.item() == 0.25
     assert noted(state, torch.tensor([[0.5]]).double()).lr.item() == 0.5

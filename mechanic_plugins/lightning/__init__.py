@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mechanic_plugins.api import Options, mechanize
-from mechanic_plugins.checkpoint import strip
-from mechanic_plugins.leaving import filled, rescale, save_whole
+from mechanic_plugins.checkpoints.leaving import filled, rescale, save_whole
+from mechanic_plugins.checkpoints.state import strip
+from mechanic_plugins.core.settings import Preset, Rule, Scope
 from mechanic_plugins.lightning.attach import (
     attach,
     load_plain_checkpoints_without_mechanic,
@@ -37,8 +38,7 @@ from mechanic_plugins.lightning.checks import (
 from mechanic_plugins.lightning.packages import LIGHTNINGS, check_version, installed
 from mechanic_plugins.lightning.reports import is_logged, metrics, summarize
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.passes import Backend
-from mechanic_plugins.settings import Preset, Rule, Scope
+from mechanic_plugins.passes.planner import Backend
 from mechanic_plugins.summary import ScaleHistory
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options, mechanize
-from mechanic_plugins.checkpoint import DELTA, strip
+from mechanic_plugins.checkpoints.state import strip
+from mechanic_plugins.core.param_state import DELTA
 from mechanic_plugins.lightning.checks import DEEPSPEED, is_a
 from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer

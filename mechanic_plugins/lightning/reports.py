@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mechanic_plugins.groups import names_of
+from mechanic_plugins.core.groups import names_of
 from mechanic_plugins.lightning.packages import rank_zero_info, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.summary import TOO_SHORT, ScaleHistory, is_still_rising, report

@@ -260,7 +260,7 @@ def run(rank: int, case: Case) -> dict[str, Any]:
 
 def run_without_reduction(rank: int, case: Case) -> dict[str, Any]:
     """What the other implementations do: every rank tunes on its own piece."""
-    from mechanic_plugins.reduction import AllReduce
+    from mechanic_plugins.distributed.reduction import AllReduce
 
     original = AllReduce.start
     AllReduce.start = lambda self, sums: lambda: sums  # type: ignore[method-assign]

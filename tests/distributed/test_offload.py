@@ -14,7 +14,7 @@ from setups import BASES, Run, fsdp2, make_net
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.reduction import reachable_device
+from mechanic_plugins.distributed.reduction import reachable_device
 
 
 def train(rank: int, offload: bool) -> dict[str, Any]:

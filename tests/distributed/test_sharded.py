@@ -17,8 +17,8 @@ from ranks import Ranks
 from setups import SETUPS, Run, full, make_net
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.reduction import Identity
-from mechanic_plugins.sharding import Counting
+from mechanic_plugins.distributed.reduction import Identity
+from mechanic_plugins.distributed.sharding import Counting
 
 STEPS = 30
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}

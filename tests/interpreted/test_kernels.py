@@ -15,14 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mechanic_plugins import any_base, gpu_tuner, mechanize
-from mechanic_plugins.checkpoint import DELTA
-from mechanic_plugins.kernels import Tensors
+from mechanic_plugins import mechanize
+from mechanic_plugins.core.param_state import DELTA, IndexRange, ParamState, needs_reference
+from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner import (
+    Sums,
+    advance,
+    column,
+    delta_factor,
+    gradient_limit,
+    initial_state,
+    noted,
+    rescale_to_lr,
+)
+from mechanic_plugins.kernels import gpu_tuner
+from mechanic_plugins.kernels.foreach import ForeachBatch
+from mechanic_plugins.kernels.multi_tensor import TritonBatch, kind_of
 from mechanic_plugins.lion import Lion
-from mechanic_plugins.multi_tensor import Rows, kind_of
-from mechanic_plugins.settings import Settings
-from mechanic_plugins.slots import Part, Slot, needs_reference
-from mechanic_plugins.tuner import Sums, advance, column, fresh, gradient_limit, kept_share, noted, restated
+from mechanic_plugins.passes import any_base
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 5), (4097,), (0,), (), (17, 33), (2, 3, 4, 5)]
@@ -30,33 +40,33 @@ SHAPES = [(3, 5), (4097,), (0,), (), (17, 33), (2, 3, 4, 5)]
 EPS = {torch.float32: 6e-8, torch.bfloat16: 4e-3, torch.float64: 1.2e-16, torch.float16: 5e-4}
 
 
-def make_slots(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[Slot]:
+def make_slots(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[ParamState]:
     generator = torch.Generator().manual_seed(seed)
-    slots = []
+    param_states = []
     for index, shape in enumerate(shapes):
         x, g, d = (torch.randn(shape, generator=generator) for _ in range(3))
         ref = x.to(dtype) if needs_reference(dtype) else None
         delta = d if needs_reference(dtype) else d.to(dtype)
-        slots.append(Slot(x.to(dtype), None if index == 1 else g.to(dtype), delta, ref))
-    return slots
+        param_states.append(ParamState(x.to(dtype), None if index == 1 else g.to(dtype), delta, ref))
+    return param_states
 
 
-def xs_of(slots: list[Slot]) -> list[torch.Tensor]:
-    return [slot.x for slot in slots]
+def xs_of(param_states: list[ParamState]) -> list[torch.Tensor]:
+    return [param_state.x for param_state in param_states]
 
 
-def grads_of(slots: list[Slot]) -> list[torch.Tensor | None]:
-    return [slot.grad for slot in slots]
+def grads_of(param_states: list[ParamState]) -> list[torch.Tensor | None]:
+    return [param_state.grad for param_state in param_states]
 
 
-def pointed(rows: Rows, slots: list[Slot]) -> Rows:
-    assert rows.point(xs_of(slots), grads_of(slots))
+def pointed(rows: TritonBatch, param_states: list[ParamState]) -> TritonBatch:
+    assert rows.refresh_pointers(xs_of(param_states), grads_of(param_states))
     return rows
 
 
-def summed(rows: Rows | Tensors, slots: list[Slot], *, maximize: bool = False) -> torch.Tensor:
+def summed(rows: TritonBatch | ForeachBatch, param_states: list[ParamState], *, maximize: bool = False) -> torch.Tensor:
     out = torch.zeros(11, dtype=torch.float64)
-    rows.add_sums(xs_of(slots), grads_of(slots), out, row=1, weight=0.5, maximize=maximize)
+    rows.add_sums(xs_of(param_states), grads_of(param_states), out, row=1, weight=0.5, maximize=maximize)
     assert not out[:5].any()
     return out[5:]
 
@@ -64,9 +74,9 @@ def summed(rows: Rows | Tensors, slots: list[Slot], *, maximize: bool = False) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("maximize", [False, True])
 def test_sums_equal_torchs(dtype: torch.dtype, maximize: bool) -> None:
-    slots = make_slots(SHAPES, dtype, 0)
-    plain = summed(Tensors(slots), slots, maximize=maximize)
-    kernel = summed(pointed(Rows(slots), slots), slots, maximize=maximize)
+    param_states = make_slots(SHAPES, dtype, 0)
+    plain = summed(ForeachBatch(param_states), param_states, maximize=maximize)
+    kernel = summed(pointed(TritonBatch(param_states), param_states), param_states, maximize=maximize)
     eps = EPS[torch.float64 if dtype == torch.float64 else torch.float32]
     assert ((plain - kernel).abs() <= 30 * eps * plain.abs().max()).all()
     assert plain[5] == kernel[5] == len(SHAPES) - 1
@@ -78,8 +88,11 @@ def test_sums_equal_torchs(dtype: torch.dtype, maximize: bool) -> None:
 )
 @settings(max_examples=8, deadline=None)
 def test_sums_over_random_shapes(shapes: list[tuple[int, ...]], seed: int) -> None:
-    slots = make_slots(shapes, torch.float32, seed)
-    plain, kernel = summed(Tensors(slots), slots), summed(pointed(Rows(slots), slots), slots)
+    param_states = make_slots(shapes, torch.float32, seed)
+    plain, kernel = (
+        summed(ForeachBatch(param_states), param_states),
+        summed(pointed(TritonBatch(param_states), param_states), param_states),
+    )
     assert ((plain - kernel).abs() <= 30 * EPS[torch.float32] * plain.abs().max().clamp(min=1e-30)).all()
 
 
@@ -87,57 +100,59 @@ def test_sums_over_random_shapes(shapes: list[tuple[int, ...]], seed: int) -> No
 @pytest.mark.parametrize("kept", [1.0, 0.7])
 def test_move_equals_torchs(dtype: torch.dtype, kept: float) -> None:
     """In two parts, each with its own snapshot; what the sums then take from the move is what they would read."""
-    slots = make_slots(SHAPES, dtype, 1)
-    twins = copy.deepcopy(slots)
+    param_states = make_slots(SHAPES, dtype, 1)
+    twins = copy.deepcopy(param_states)
     scales = torch.tensor([0.1, 0.13, 1.0, kept], dtype=torch.float64)
-    plain, kernel = Tensors(slots), pointed(Rows(twins), twins)
-    parts = [Part(0, 2), Part(2, len(SHAPES))]
-    kernel.begin(parts)
-    for rows, each in ((plain, slots), (kernel, twins)):
+    plain, kernel = ForeachBatch(param_states), pointed(TritonBatch(twins), twins)
+    parts = [IndexRange(0, 2), IndexRange(2, len(SHAPES))]
+    kernel.begin_moves(parts)
+    for rows, each in ((plain, param_states), (kernel, twins)):
         for part in parts:
             xs = xs_of(each)[part.first : part.last]
             snapshot = rows.snapshot(part, xs)
             for x in xs:
                 x.add_(0.5)
             rows.move(part, xs, snapshot, scales)
-        rows.moved(xs_of(each))
-    for slot, twin in zip(slots, twins, strict=True):
+        rows.finish_moves(xs_of(each))
+    for param_state, twin in zip(param_states, twins, strict=True):
         # one rounding apart: the kernel multiplies and adds at once, and the interpreter cuts bf16 off where GPUs round
-        tolerance = 4 * EPS[dtype] * (1 + slot.x.double().abs())
-        assert ((slot.x.double() - twin.x.double()).abs() <= tolerance).all()
-        assert slot.delta is not None
+        tolerance = 4 * EPS[dtype] * (1 + param_state.x.double().abs())
+        assert ((param_state.x.double() - twin.x.double()).abs() <= tolerance).all()
+        assert param_state.delta is not None
         assert twin.delta is not None
         if kept == 1.0:
-            assert torch.equal(slot.delta, twin.delta)
+            assert torch.equal(param_state.delta, twin.delta)
         else:  # of low-precision weights, delta holds what ref was rounded by
-            slack = 4 * EPS[dtype] * (1 + slot.x.double().abs()) / 0.13 if slot.ref is not None else tolerance
-            assert ((slot.delta - twin.delta).abs() <= slack).all()
-    left, read = summed(pointed(kernel, twins), twins), summed(pointed(Rows(twins), twins), twins)
+            slack = (
+                4 * EPS[dtype] * (1 + param_state.x.double().abs()) / 0.13 if param_state.ref is not None else tolerance
+            )
+            assert ((param_state.delta - twin.delta).abs() <= slack).all()
+    left, read = summed(pointed(kernel, twins), twins), summed(pointed(TritonBatch(twins), twins), twins)
     assert ((left - read).abs() <= 30 * EPS[torch.float32] * read.abs().max()).all()
 
 
 def test_the_snapshot_brings_the_weights_back() -> None:
-    slots = make_slots(SHAPES, torch.float32, 2)
-    before = copy.deepcopy(xs_of(slots))
-    rows, part = pointed(Rows(slots), slots), Part(1, 5)
-    snapshot = rows.snapshot(part, xs_of(slots)[1:5])
-    for x in xs_of(slots):
+    param_states = make_slots(SHAPES, torch.float32, 2)
+    before = copy.deepcopy(xs_of(param_states))
+    rows, part = pointed(TritonBatch(param_states), param_states), IndexRange(1, 5)
+    snapshot = rows.snapshot(part, xs_of(param_states)[1:5])
+    for x in xs_of(param_states):
         x.add_(1)
-    rows.restore(part, xs_of(slots)[1:5], snapshot)
-    assert all(map(torch.equal, before[1:5], xs_of(slots)[1:5]))
-    assert torch.equal(before[0] + 1, slots[0].x)
+    rows.restore(part, xs_of(param_states)[1:5], snapshot)
+    assert all(map(torch.equal, before[1:5], xs_of(param_states)[1:5]))
+    assert torch.equal(before[0] + 1, param_states[0].x)
 
 
 def test_norms_are_read_again_where_somebody_wrote_into_the_weights() -> None:
-    slots = make_slots([(4, 4)], torch.float32, 3)
-    rows, part = pointed(Rows(slots), slots), Part(0, 1)
-    rows.begin([part])
-    snapshot = rows.snapshot(part, xs_of(slots))
-    rows.move(part, xs_of(slots), snapshot, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64))
-    rows.moved(xs_of(slots))
-    slots[0].x.mul_(2)
-    assert summed(pointed(rows, slots), slots)[2].item() == pytest.approx(
-        0.5 * slots[0].x.double().square().sum().item()
+    param_states = make_slots([(4, 4)], torch.float32, 3)
+    rows, part = pointed(TritonBatch(param_states), param_states), IndexRange(0, 1)
+    rows.begin_moves([part])
+    snapshot = rows.snapshot(part, xs_of(param_states))
+    rows.move(part, xs_of(param_states), snapshot, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64))
+    rows.finish_moves(xs_of(param_states))
+    param_states[0].x.mul_(2)
+    assert summed(pointed(rows, param_states), param_states)[2].item() == pytest.approx(
+        0.5 * param_states[0].x.double().square().sum().item()
     )
 
 
@@ -169,7 +184,7 @@ def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
     chosen = Settings.from_preset(rule=rule, **options)  # type: ignore[arg-type]
     betas = torch.tensor(chosen.betas, dtype=torch.float64)
     constants = torch.tensor(gpu_tuner.constants_of(chosen), dtype=torch.float64)
-    plain = kernel = fresh(chosen, tuners=tuners, device=CPU)
+    plain = kernel = initial_state(chosen, tuners=tuners, device=CPU)
     counters = torch.zeros(2, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for step in range(12):
@@ -190,9 +205,9 @@ def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
         elif not is_skipped:
             state, known, fall = noted(before, lr), Sums.of(sums), torch.ones_like(lr)
             if chosen.own_warmup:
-                state, known, fall = restated(before, known, lr)
+                state, known, fall = rescale_to_lr(before, known, lr)
             plain = advance(state, known, settings=chosen, betas=betas, lr=lr)
-            kept = kept_share(state, plain, hindsight=chosen.hindsight) / fall
+            kept = delta_factor(state, plain, hindsight=chosen.hindsight) / fall
         if rule == "optimistic" and step != 6:
             plain = plain._replace(longest=gradient_limit(before.longest, Sums.of(sums).gg.sqrt())[1])
         kernel, counters, scales = gpu_tuner.advance(

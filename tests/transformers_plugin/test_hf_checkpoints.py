@@ -110,7 +110,7 @@ def test_a_failing_copy_leaves_nothing_behind(
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(mechanic_plugins.hf_checkpoint.torch, "save", full)
+    monkeypatch.setattr(mechanic_plugins.hf.checkpoint.torch, "save", full)
     with pytest.raises(OSError, match="no space left"):
         demechanize_checkpoint(mechanized[0], tmp_path / "plain")
     assert not list(tmp_path.iterdir())

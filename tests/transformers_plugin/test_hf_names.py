@@ -13,7 +13,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.training_args import OptimizerNames
 
-from mechanic_plugins.names import BASES
+from mechanic_plugins.hf.optim_names import BASES
 from mechanic_plugins.transformers import MechanicCallback, _register_all, register
 
 NAMES = ["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "lion", "muon"]

@@ -15,9 +15,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from mechanic_plugins.api import Options
+from mechanic_plugins.hf.optim_args import PARSERS, BaseKeys, literal, split_optim_args
+from mechanic_plugins.hf.schedules import objection
 from mechanic_plugins.lion import Lion
-from mechanic_plugins.optim_args import PARSERS, BaseKeys, literal, split_optim_args
-from mechanic_plugins.schedules import objection
 from mechanic_plugins.transformers import register
 
 ADAMW = BaseKeys.of(torch.optim.AdamW)

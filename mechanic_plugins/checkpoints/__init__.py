@@ -1,0 +1,1 @@
+"""How the tuner travels through state dicts, and how a run leaves Mechanic again."""

@@ -1,0 +1,211 @@
+"""What a param group of a checkpoint holds of Mechanic's, parsed and checked before anything is changed.
+
+Format 1 is what 0.1 wrote: one key per field of the tuner. torch.distributed.checkpoint refuses to load a checkpoint
+that lacks a key of the live param groups, so adding a key would shut out every sharded checkpoint of an older version.
+Whatever came after format 1 therefore travels as JSON in `mechanic_tuners`, which used to be a plain number: the
+format, the settings, the unit of delta, and later fields of the tuner. A string passes through torch.save, FSDP,
+DeepSpeed and flattened state dicts unchanged, where nested dicts would not.
+
+To add a field to the tuner, raise FORMAT and enter the field in SINCE: older files then take the fresh value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+from mechanic_plugins.core.param_state import PREFIX
+from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner import SCALARS, TunerState
+
+__all__ = ["FORMAT", "HEADER", "Header", "Record", "fields", "holds_tuner", "parse", "parse_header"]
+
+FORMAT = 2
+HEADER = PREFIX + "tuners"
+
+SINCE: dict[str, int] = dict.fromkeys(("s", "r", "m", "v", "q", "w0", "s_init", "played", "h", "lr"), 1) | {
+    "gradients": 2,
+    "longest": 2,
+}
+"""The format that brought each field of the tuner; FORMAT for one that is not listed."""
+_OPTIONAL_IN_FORMAT_1 = ("lr",)
+_THEORY_ONLY = ("q", "w0")
+_NEVER_NEGATIVE = ("m", "v", "s_init", "played", "lr", "gradients", "longest")
+
+
+class Header(NamedTuple):
+    """What `mechanic_tuners` says. Format 1 knows the number of tuners only."""
+
+    format: int
+    tuners: int
+    settings: dict[str, Any] | None = None
+    delta_unit: float | None = None
+    later: dict[str, Any] = {}  # noqa: RUF012  fields of the tuner that format 1 had no key for
+    lr_ref: float | None = None
+    """The group's first learning rate above 0."""
+
+    def dump(self) -> str:
+        return json.dumps(self._asdict())
+
+
+class Record(NamedTuple):
+    """What one param group holds. A field that its format did not have yet is missing from `numbers`."""
+
+    header: Header
+    numbers: dict[str, list[float]]
+    steps: int
+    skipped: int
+    unit: float
+    frozen: bool
+
+
+def fields(settings: Settings) -> tuple[str, ...]:
+    """The fields of the tuner that are saved."""
+    theory = settings.rule == "theory"
+    return tuple(name for name in TunerState._fields if theory or name not in _THEORY_ONLY)
+
+
+def has_own_key(field: str) -> bool:
+    """Whether a field stands in the group under its own name, as in format 1, rather than in the header."""
+    return SINCE.get(field, FORMAT) == 1
+
+
+def holds_tuner(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether any of these param groups comes from a mechanized optimizer."""
+    return any(str(key).startswith(PREFIX) for group in groups for key in group)
+
+
+def parse(groups: Sequence[Mapping[str, Any]], settings: Settings) -> list[Record]:
+    """The param groups' records.
+
+    Raises:
+        ValueError: They are damaged, of a newer format, or of another kind of tuner than these settings make.
+    """
+    for index, group in enumerate(groups):
+        if not holds_tuner([group]):
+            raise ValueError(
+                f"only some of the checkpoint's param groups hold Mechanic's tuner, group {index} does not: it is "
+                f"damaged. {_WAY_OUT}"
+            )
+    records = [_Reader(index, group, settings).record() for index, group in enumerate(groups)]
+    if len({(record.header.format, *record.numbers) for record in records}) > 1:
+        raise ValueError(f"the checkpoint's param groups are not all of one format: {_DAMAGED}")
+    return records
+
+
+def parse_header(value: object) -> Header:
+    """Reads `mechanic_tuners`.
+
+    Raises:
+        ValueError: It is damaged, or of a newer format.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Header(1, value)
+    try:
+        loaded = json.loads(value)  # type: ignore[arg-type]
+        found = int(loaded["format"])
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"the checkpoint's {HEADER} is {value!r}, which cannot be read: {_DAMAGED}") from error
+    if found > FORMAT:
+        raise ValueError(
+            f"the checkpoint has format {found} of Mechanic's state, this version of mechanic-plugins reads formats up "
+            f"to {FORMAT}: pip install --upgrade mechanic-plugins"
+        )
+    if loaded.keys() != set(Header._fields) or not _is_sound(header := Header(**loaded)):
+        raise ValueError(f"the checkpoint's {HEADER} is {value!r}, which makes no sense: {_DAMAGED}")
+    return header
+
+
+def _is_sound(header: Header) -> bool:
+    numbers: list[object] = [header.format, header.tuners, header.delta_unit]
+    numbers += [] if header.lr_ref is None else [header.lr_ref]
+    return (
+        all(isinstance(number, (int, float)) and 0 < number < math.inf for number in numbers)
+        and isinstance(header.settings, dict)
+        and isinstance(header.later, dict)
+    )
+
+
+_WAY_OUT = (
+    f"Load another checkpoint, or remove the keys that start with {PREFIX!r} from its param groups to let Mechanic "
+    "start afresh."
+)
+_DAMAGED = f"it is damaged. {_WAY_OUT}"
+
+
+class _Reader:
+    """Reads one param group; every error names the group and the key."""
+
+    def __init__(self, index: int, group: Mapping[str, Any], settings: Settings) -> None:
+        self.index = index
+        self.group = group
+        self.settings = settings
+        self.header = parse_header(self._value("tuners", group))
+
+    def record(self) -> Record:
+        self._check_kind()
+        read = {name: self._field(name) for name in fields(self.settings)}
+        numbers = {name: values for name, values in read.items() if values is not None}
+        steps, skipped = self._count("steps"), self._count("skipped")
+        unit = self._finite("unit", self._value("unit", self.group), at_least=0.0)
+        frozen = self._value("frozen", self.group)
+        if not isinstance(frozen, bool):
+            raise self._damaged("frozen", frozen, "True or False")
+        return Record(self.header, numbers, steps, skipped, unit, frozen)
+
+    def _check_kind(self) -> None:
+        """Another number of betas or another rule is no damage, but cannot be continued either."""
+        n, found = len(self.settings.betas), self._list("s", self._value("s", self.group))
+        if len(found) != n:
+            raise ValueError(
+                f"the checkpoint was made with {len(found)} betas, this optimizer has {n}: "
+                "pass the same betas to mechanize()."
+            )
+        if self.settings.rule == "theory" and PREFIX + "q" not in self.group:
+            raise ValueError(
+                "the checkpoint was made with another rule than 'theory' and lacks its sums: "
+                "pass the same rule to mechanize()."
+            )
+
+    def _field(self, name: str) -> list[float] | None:
+        source = self.group if has_own_key(name) else self.header.later
+        if SINCE.get(name, FORMAT) > self.header.format:
+            return None
+        if self.header.format == 1 and name in _OPTIONAL_IN_FORMAT_1 and PREFIX + name not in source:
+            return None
+        value = self._value(name, source)
+        values = [value] if name in SCALARS else self._list(name, value)
+        wanted = 1 if name in SCALARS else len(self.settings.betas)
+        if len(values) != wanted:
+            raise self._damaged(name, value, f"a list of {wanted} numbers")
+        return [self._finite(name, v, at_least=0.0 if name in _NEVER_NEGATIVE else -math.inf) for v in values]
+
+    def _value(self, name: str, source: Mapping[str, Any]) -> Any:
+        if PREFIX + name not in source:
+            raise ValueError(f"the checkpoint's param group {self.index} lacks {PREFIX}{name}: {_DAMAGED}")
+        return source[PREFIX + name]
+
+    def _list(self, name: str, value: object) -> Sequence[Any]:
+        if not isinstance(value, (list, tuple)):
+            raise self._damaged(name, value, "a list of numbers")
+        return value
+
+    def _finite(self, name: str, value: object, *, at_least: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise self._damaged(name, value, "a finite number")
+        if value < at_least:
+            raise self._damaged(name, value, f"a number >= {at_least:g}")
+        return float(value)
+
+    def _count(self, name: str) -> int:
+        value = self._value(name, self.group)
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+            raise self._damaged(name, value, "a whole number >= 0")
+        return int(value)
+
+    def _damaged(self, name: str, value: object, wanted: str) -> ValueError:
+        found = f"the checkpoint's {PREFIX}{name} has {value!r} in param group {self.index}"
+        return ValueError(f"{found}, where {wanted} belongs: {_DAMAGED}")

@@ -1,0 +1,83 @@
+"""Leaving Mechanic: the learned scales move into the learning rates, and nothing of Mechanic's stays behind.
+
+Shared by `demechanize` and by the functions that rewrite a framework's checkpoints.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mechanic_plugins.checkpoints.format import HEADER, parse_header
+from mechanic_plugins.checkpoints.state import strip
+from mechanic_plugins.core.param_state import PREFIX
+
+__all__ = ["demechanize_state", "filled", "rescale", "save_whole", "scales_in"]
+
+StateDict = dict[str, Any]
+
+
+def filled(scales: Sequence[float]) -> list[float]:
+    """The groups' scales. A group that has learned none takes the smallest of the others'.
+
+    With `scope="group"` an empty group, or one whose weights were frozen all along, never gets a scale of its own. If
+    it is trained later, it should not start faster than the others, relative to its lr.
+
+    Raises:
+        ValueError: No group has learned anything.
+    """
+    learned = [scale for scale in scales if scale > 0]
+    if not learned:
+        raise ValueError(f"the learned scales are {list(scales)}, none of them above 0")
+    return [scale if scale > 0 else min(learned) for scale in scales]
+
+
+def scales_in(groups: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The scales in the param groups of a mechanized optimizer's state dict.
+
+    0.1 did not save what delta is measured in: its files are taken to be of a base whose update is linear in lr, as
+    all bases that have a name here are.
+
+    Raises:
+        ValueError: A group holds none.
+    """
+    try:
+        return [group[PREFIX + "played"] / _delta_unit(group) for group in groups]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a param group's scale cannot be read ({error!r}): the checkpoint is damaged") from error
+
+
+def _delta_unit(group: Mapping[str, Any]) -> float:
+    saved = parse_header(group[HEADER]).delta_unit
+    return saved if saved is not None else group[PREFIX + "unit"] or 1.0
+
+
+def demechanize_state(state: StateDict, scales: Sequence[float]) -> None:
+    """Turns a mechanized optimizer's state dict into its base's, in place."""
+    strip(state["param_groups"], state["state"])
+    rescale(state, scales)
+
+
+def rescale(state: StateDict, scales: Sequence[float]) -> None:
+    """Multiplies the learning rates in the state dict of an optimizer or of one of torch's schedulers, in place."""
+    for group, scale in zip(state.get("param_groups", ()), scales, strict=False):
+        group.update({key: group[key] * scale for key in ("lr", "initial_lr", "max_lr", "min_lr") if group.get(key)})
+    for key in ("base_lrs", "_last_lr", "max_lrs", "min_lrs"):
+        if key in state:
+            state[key] = [lr * scale for lr, scale in zip(state[key], scales, strict=True)]
+    if "eta_min" in state:
+        state["eta_min"] *= max(scales)
+    for part in state.get("_schedulers", ()):
+        rescale(part, scales)
+
+
+def save_whole(content: Any, target: str | Path) -> None:
+    """`torch.save` that leaves either the whole new file or what was there before."""
+    target = Path(target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        torch.save(content, Path(folder) / target.name)
+        (Path(folder) / target.name).replace(target)

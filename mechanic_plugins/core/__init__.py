@@ -1,0 +1,1 @@
+"""Algorithm 1 and what it needs to know: options, the tuner, schedules, bases. No distribution, no kernels."""

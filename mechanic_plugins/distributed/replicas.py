@@ -1,0 +1,94 @@
+"""Which parameters DistributedDataParallel keeps equal on all ranks, and which it leaves to each of them.
+
+Replicas take equal steps by themselves, as their sums are equal. Experts that each rank has for itself spoil that: one
+rank's sums are not another's, the scales part, and with them the weights that all ranks share.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mechanic_plugins.distributed.reduction import reachable_device
+
+__all__ = ["Replicas", "refuse_join", "replicas_of"]
+
+
+class Replicas(NamedTuple):
+    """The ranks that share some of the parameters, and on how many of them each parameter is (by its id)."""
+
+    group: Any
+    copies: dict[int, int]
+
+
+def replicas_of(params: Sequence[Tensor]) -> Replicas | None:
+    """None where all ranks' sums are equal by themselves. One small collective, where DDP holds the parameters.
+
+    Every rank enters it: DDP's ranks step together, and a rank cannot know that another one has an expert.
+    """
+    wrappers = _wrappers_of(params)
+    if not wrappers or any(map(_is_joining, wrappers)):
+        return None
+    group = _only_group(wrappers)
+    shared = {id(p) for wrapper in wrappers for p in _averaged(wrapper)}
+    own = [p for p in params if id(p) not in shared and p.requires_grad]
+    rows = _gathered(own, group, params[0].device)
+    if not any(count for count, *_ in rows):
+        return None
+    mine = rows[dist.get_rank(group)]
+    copies = dict.fromkeys(map(id, params), len(rows))
+    return Replicas(group, {**copies, **dict.fromkeys(map(id, own), max(rows.count(mine), 1))})
+
+
+def refuse_join(params: Sequence[Tensor]) -> None:
+    """A rank that has run out of batches steps no more, and the others would wait for its sums."""
+    if any(map(_is_joining, _wrappers_of(params))):
+        raise RuntimeError(
+            "sync_replicas=True does not work under torch.distributed.algorithms.Join: a rank without further batches "
+            "makes no more steps, and the others wait for its sums. Give every rank the same number of batches "
+            "(drop_last=True in the DistributedSampler), or leave sync_replicas False."
+        )
+
+
+def _wrappers_of(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
+    """The live ones that hold any of the parameters. No parameter points back to its wrapper: a scan, made once."""
+    ours = set(map(id, params))
+    live = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    known = dist.distributed_c10d._world.pg_map  # without those whose group was destroyed
+    return [w for w in live if w.process_group in known and not ours.isdisjoint(map(id, w.module.parameters()))]
+
+
+def _averaged(wrapper: Any) -> list[Tensor]:
+    return [*wrapper._module_parameters, *wrapper._delay_all_reduce_params]
+
+
+def _is_joining(wrapper: Any) -> bool:
+    return bool(wrapper._join_config.enable)
+
+
+def _only_group(wrappers: Sequence[DistributedDataParallel]) -> Any:
+    groups = {tuple(dist.get_process_group_ranks(w.process_group)): w.process_group for w in wrappers}
+    if len(groups) > 1:
+        raise RuntimeError(
+            f"the parameters are in DistributedDataParallel modules over different ranks, {sorted(groups)}: give each "
+            "of those modules a mechanized optimizer of its own."
+        )
+    return next(iter(groups.values()))
+
+
+def _gathered(own: Sequence[Tensor], group: Any, device: torch.device) -> list[tuple[float, ...]]:
+    """For each rank, how many parameters it has for itself, and two sums by which to tell them from another's."""
+    place = reachable_device(group, device)
+    numbers = torch.zeros(3, dtype=torch.float64, device=place)
+    for p in own:
+        sizes = p.detach().abs().double()
+        numbers += torch.stack([sizes.new_ones(()), sizes.sum(), sizes.square().sum()]).to(place)
+    rows = [torch.empty_like(numbers) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, numbers, group=group)
+    return [tuple(row.tolist()) for row in rows]

@@ -1,0 +1,225 @@
+"""Which part of a tensor is mine, and how often it is counted.
+
+A parameter in k distinct shards lives on W / k ranks each, when W ranks run the same program. So the sum over all
+ranks of (k / W) * local sum is the sum over the whole parameter, counted once: explicit, implicit, hybrid and tensor
+parallel replication need no cases of their own. How many shards there are is read off the parameters, never off the
+gradients: a rank without any must still reach the all-reduce.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mechanic_plugins.distributed.reduction import AllReduce, Identity, Reduction
+from mechanic_plugins.distributed.replicas import refuse_join, replicas_of
+
+__all__ = [
+    "Counting",
+    "align_gradients",
+    "is_dtensor",
+    "is_fake",
+    "local",
+    "reduction_for",
+    "refuse_unattached",
+    "with_real_tensors",
+]
+
+
+_PLAIN = (torch.nn.Parameter, Tensor, type(None))
+"""By far the most frequent: told apart without asking what a DTensor is."""
+
+
+@dataclass(frozen=True)
+class Counting:
+    """How the local sums of a list of parameters become global ones."""
+
+    reduction: Reduction
+    weights: dict[int, float]
+    """By id of the parameter: its share of the sum over all ranks."""
+
+
+def reduction_for(
+    params: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, sync_replicas: bool = False
+) -> Counting:
+    """Decides from the parameters alone how each local sum is counted.
+
+    Args:
+        params: All parameters of the optimizer, in the same order on every rank.
+        group: The ranks that share these parameters; all ranks when None.
+        sync_replicas: Average the sums over replicas too, where nothing is sharded. For replicas on unlike hardware,
+            whose sums may round apart. DDP's are averaged without it where a rank has parameters for itself.
+    """
+    is_distributed = dist.is_available() and dist.is_initialized()
+    if group is None and is_distributed:
+        _refuse_pipelines(params)
+    shards = _shard_counts(params)
+    sharded = any(count > 1 for count in shards)
+    if not (sharded or sync_replicas):
+        return _count_replicas(params) if is_distributed else Counting(Identity(), dict.fromkeys(map(id, params), 1.0))
+    if not is_distributed:
+        raise RuntimeError(
+            "sync_replicas=True needs torch.distributed: call init_process_group() first, or leave it False."
+        )
+    _refuse_what_cannot_be_counted(params, group)
+    refuse_join(params)
+    size = dist.get_world_size(group)
+    for count in shards:
+        if size % count:
+            raise RuntimeError(
+                f"a parameter is in {count} shards, which do not divide the group's {size} ranks: "
+                "pass mechanize(..., group=...) with the group of ranks that share the parameters."
+            )
+    return Counting(AllReduce(group), {id(p): k / size for p, k in zip(params, shards, strict=True)})
+
+
+def _count_replicas(params: Sequence[Tensor]) -> Counting:
+    """Of parameters of which none is sharded."""
+    replicas = replicas_of(params)
+    if replicas is None:
+        return Counting(Identity(), dict.fromkeys(map(id, params), 1.0))
+    return Counting(AllReduce(replicas.group), {key: 1 / copies for key, copies in replicas.copies.items()})
+
+
+def refuse_unattached(optimizer: object) -> None:
+    """DeepSpeed hands each rank other pieces of the weights, and nothing on them says so: each rank would tune alone.
+
+    It is found by looking for one of DeepSpeed's objects that holds this optimizer as its own: a scan, made once.
+    """
+    if "deepspeed" not in sys.modules:
+        return
+    for o in (o for o in gc.get_objects() if str(type(o).__module__).startswith("deepspeed.")):
+        if getattr(o, "__dict__", {}).get("optimizer") is optimizer:
+            raise RuntimeError(
+                f"DeepSpeed's {type(o).__name__} steps this optimizer, and Mechanic is not attached to it: every rank "
+                "would learn a scale of its own. import mechanic_plugins.deepspeed before deepspeed.initialize()."
+            )
+
+
+def is_dtensor(t: object) -> bool:
+    """Without loading what defines it, which takes a second: where that is not loaded, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def is_fake(params: Sequence[Tensor]) -> bool:
+    """Whether the parameters are those of a FakeTensorMode: shapes without data, to estimate memory with."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and any(isinstance(local(p), module.FakeTensor) for p in params[:1])
+
+
+def local(t: Any) -> Any:
+    """This rank's part. Never kept across steps: FSDP may put another tensor there."""
+    if type(t) in _PLAIN:
+        return t
+    return t._local_tensor if is_dtensor(t) else t
+
+
+def with_real_tensors() -> AbstractContextManager[None]:
+    """Within, new tensors have data even under a FakeTensorMode."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return nullcontext() if module is None else module.unset_fake_temporarily()
+
+
+def align_gradients(params: Iterable[Tensor]) -> None:
+    """Gives each gradient its parameter's placement.
+
+    Sequence-parallel norms have replicated weights and Partial gradients; the base needs them summed as we do.
+    """
+    for p in params:
+        if type(p) in _PLAIN:
+            continue
+        if p.grad is not None and is_dtensor(p) and p.grad.placements != p.placements:  # type: ignore[attr-defined]
+            p.grad = p.grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
+
+
+def _shard_counts(params: Sequence[Tensor]) -> list[int]:
+    flattened = [p for p in params if getattr(p, "_fsdp_flattened", False)]
+    fsdp1 = _fsdp1_shards() if flattened else {}
+    if any(id(p) not in fsdp1 for p in flattened):
+        raise RuntimeError(
+            "an FSDP parameter has no live FSDP module: build the optimizer from the parameters of the wrapped model "
+            "and keep that model alive."
+        )
+    return [_dtensor_shards(p) if is_dtensor(p) else fsdp1.get(id(p), 1) for p in params]
+
+
+def _dtensor_shards(p: Any) -> int:
+    count = 1
+    for size, placement in zip(p.device_mesh.shape, p.placements, strict=True):
+        if placement.is_partial():
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} has placement {placement}: the ranks hold summands of it, and "
+                "their norms do not add up to its norm. Redistribute it to Shard or Replicate first."
+            )
+        if not placement.is_replicate():  # Shard, and _StridedShard, whose is_shard() is False
+            count *= size
+    return count
+
+
+def _fsdp1_shards() -> dict[int, int]:
+    """Shards by id of the parameter, for FSDP1. No parameter points back to its handle: scan the live ones, once."""
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    shards = {}
+    for handle in (o for o in gc.get_objects() if type(o) is FlatParamHandle):
+        flat = handle.flat_param
+        if any(extension is not None for extension in getattr(flat, "_param_extensions", ())):
+            raise RuntimeError("FSDP1 over tensor-parallel parameters is not supported: use fully_shard (FSDP2).")
+        count = handle.world_size if handle.uses_sharded_strategy else 1
+        for p in (flat, *(flat._params or ()), *(flat._shared_params or ())):
+            shards[id(p)] = count
+    return shards
+
+
+def _refuse_what_cannot_be_counted(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    if group is None:
+        ranks = {rank for mesh in _root_meshes(params) for rank in mesh.mesh.flatten().tolist()}
+        if ranks and len(ranks) != dist.get_world_size():
+            raise RuntimeError(
+                f"the parameters' device mesh covers {len(ranks)} of {dist.get_world_size()} ranks: "
+                "pass mechanize(..., group=...) with the group of ranks that share the parameters."
+            )
+        return
+    mine = set(dist.get_process_group_ranks(group))
+    for p in params:
+        for dim, placement in enumerate(p.placements if is_dtensor(p) else ()):  # type: ignore[attr-defined]
+            sharing = dist.get_process_group_ranks(p.device_mesh.get_group(dim))  # type: ignore[attr-defined]
+            if not placement.is_replicate() and not mine.issuperset(sharing):
+                raise RuntimeError(
+                    f"a parameter is sharded over ranks {sharing}, not all of them in the group {sorted(mine)}: "
+                    "pass a group that holds every rank that has a shard."
+                )
+
+
+def _refuse_pipelines(params: Sequence[Tensor]) -> None:
+    """Pipeline ranks hold different parameters: weighting them as replicas would count each a fraction of once."""
+    named = any("pp" in (mesh.mesh_dim_names or ()) for mesh in _root_meshes(params))
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    live = stage is not None and any(issubclass(type(o), stage._PipelineStageBase) for o in gc.get_objects())
+    if named or live:
+        raise RuntimeError(
+            "pipeline stages hold different parameters, which Mechanic cannot tell from replicas: pass "
+            "mechanize(..., group=...) with the ranks of one stage. Each stage then learns its own scale."
+        )
+
+
+def _root_meshes(params: Sequence[Tensor]) -> list[Any]:
+    meshes = {id(p.device_mesh): p.device_mesh for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
+    return [_root(mesh) for mesh in meshes.values()]
+
+
+def _root(mesh: Any) -> Any:
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # torch < 2.9
+
+    return _mesh_resources.get_root_mesh(mesh)

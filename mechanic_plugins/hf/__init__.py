@@ -1,0 +1,1 @@
+"""What the Transformers and Accelerate plugins share. Registers nothing on import."""

@@ -1,0 +1,121 @@
+"""From Trainer's arguments to an optimizer class, and what it is built with."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers.optimization
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers.training_args import OptimizerNames, TrainingArguments
+
+from mechanic_plugins.api import Options, mechanize
+from mechanic_plugins.hf.optim_args import BaseKeys, split_optim_args
+from mechanic_plugins.hf.optim_names import BASES
+from mechanic_plugins.lion import Lion
+from mechanic_plugins.muon import MuonWithAdamW
+
+__all__ = ["Found", "class_and_kwargs", "is_mechanic", "name_of"]
+
+Kwargs = dict[str, Any]
+Found = tuple[type[Optimizer], Kwargs]
+
+
+def is_mechanic(args: TrainingArguments) -> bool:
+    """Whether `--optim` asks for Mechanic."""
+    return name_of(args) in BASES
+
+
+def name_of(args: TrainingArguments) -> str:
+    """What `--optim` says."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def class_and_kwargs(original: Callable[..., Found], args: TrainingArguments, model: Any) -> Found:
+    """What Trainer builds its optimizer from: a class that takes the param groups, and the other arguments."""
+    _refuse_lr_zero(args)
+    base = BASES[name_of(args)]
+    if isinstance(base, str):
+        cls, kwargs, options = _from_transformers(original, args, _on_this_device(base, args), model)
+    else:
+        keys = BaseKeys.of(base)
+        options, rest = split_optim_args(args.optim_args, keys)
+        cls, kwargs = base, _kwargs_of(base, args, model)
+        kwargs.update({key: keys.parsed(key, value) for key, value in rest.items()})
+    return mechanize(cls, **options), kwargs
+
+
+def _refuse_lr_zero(args: TrainingArguments) -> None:
+    if args.learning_rate == 0:
+        raise ValueError(
+            f"learning_rate must not be 0, got {args.learning_rate!r}: {name_of(args)} learns a factor on it, and the "
+            "product would stay 0. Leave it out or write 1.0: all values above 0 train alike."
+        )
+
+
+def _on_this_device(base: str, args: TrainingArguments) -> str:
+    """The fused kernels of torch are for some devices only."""
+    fused = args.device.type in ("cpu", "cuda", "mps", "xpu")
+    return "adamw_torch" if base == "adamw_torch_fused" and not fused else base
+
+
+def _from_transformers(
+    original: Callable[..., Found], args: TrainingArguments, name: str, model: Any
+) -> tuple[type[Optimizer], Kwargs, Options]:
+    """As transformers builds its own, with every key of the class in reach: it drops most of `optim_args` itself."""
+    if ("bnb" in name or "8bit" in name) and importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError(f"{name_of(args)} needs bitsandbytes: pip install bitsandbytes")
+    cls, plain = original(_with_optim(args, name, {}), model)
+    keys = BaseKeys.of(cls, *_handled(name))
+    options, rest = split_optim_args(args.optim_args, keys)
+    cls, kwargs = original(_with_optim(args, name, rest), model)
+    for key, value in rest.items():
+        is_left_out = key not in kwargs or kwargs[key] == plain.get(key)
+        if key not in _handled(name) and (is_left_out or isinstance(kwargs[key], str)):
+            kwargs[key] = keys.parsed(key, value)
+    return (Adafactor if name == "adafactor" else cls), kwargs, options
+
+
+def _handled(name: str) -> tuple[str, ...]:
+    """The keys that transformers takes out of `optim_args` for optimizers whose constructors have not got them."""
+    return next((keys for part, keys in _HANDLED.items() if part in name), ())
+
+
+_HANDLED = {
+    "galore": ("rank", "update_proj_gap", "scale", "proj_type"),
+    "apollo": ("rank", "proj", "scale_type", "update_proj_gap", "scale", "proj_type"),
+    "ademamix": ("beta1", "beta2", "beta3"),
+}
+
+
+def _with_optim(args: TrainingArguments, name: str, optim_args: dict[str, str]) -> TrainingArguments:
+    args = copy.copy(args)
+    args.optim = OptimizerNames(name)
+    args.optim_args = ",".join(f"{key}={value}" for key, value in optim_args.items()) or None
+    return args
+
+
+class Adafactor(transformers.optimization.Adafactor):
+    """As Trainer builds it, without relative steps: lr is then a plain factor, and Mechanic may rely on it."""
+
+    linear_in_lr = True
+
+
+def _kwargs_of(base: type[Optimizer], args: TrainingArguments, model: Any) -> Kwargs:
+    kwargs: Kwargs = {"lr": args.learning_rate}
+    if base in (Lion, MuonWithAdamW):
+        kwargs["betas"] = (args.adam_beta1, args.adam_beta2)
+    if base is MuonWithAdamW:
+        kwargs.update(eps=args.adam_epsilon, adamw_params=_embeddings(model))
+    return kwargs
+
+
+def _embeddings(model: Any) -> list[Tensor]:
+    """Matrices that are tables of vectors, one a token, and not maps: Muon is not for them."""
+    modules = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [p for m in (*modules, *([output] if output is not None else [])) for p in m.parameters()]

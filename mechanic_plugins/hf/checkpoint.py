@@ -1,0 +1,83 @@
+"""Checkpoints of transformers' Trainer that change between Mechanic and a plain optimizer."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mechanic_plugins.checkpoints.format import holds_tuner
+from mechanic_plugins.checkpoints.leaving import demechanize_state, filled, rescale, scales_in
+
+__all__ = ["demechanize_checkpoint", "refuse_unscaled_resume"]
+
+_OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
+
+
+def demechanize_checkpoint(source: str | Path, target: str | Path) -> None:
+    """Writes a copy of a Trainer's checkpoint folder with which a Trainer without Mechanic goes on.
+
+        demechanize_checkpoint("out/checkpoint-500", "plain/checkpoint-500")
+        # python train.py --optim adamw_torch --resume_from_checkpoint plain/checkpoint-500
+
+    Weights and moments stay; the learning rates of optimizer and schedule are multiplied by the learned scale, whatever
+    --learning_rate says. The source is left alone, and the target appears only when it is complete. For checkpoints
+    whose optimizer is one file, optimizer.pt: not those of DeepSpeed or FSDP. Checkpoints of 0.1 are read as of a base
+    whose update is linear in lr, which all but some that `register` adds are.
+
+    Raises:
+        ValueError: The folder holds no learned scale, or the target exists.
+    """
+    source, target = Path(source).resolve(), Path(target).resolve()
+    _check_folders(source, target)
+    optimizer = torch.load(source / _OPTIMIZER, map_location="cpu", weights_only=True)
+    scales = _learned(optimizer, source)
+    demechanize_state(optimizer, scales)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        copy = Path(folder) / target.name
+        shutil.copytree(source, copy)
+        torch.save(optimizer, copy / _OPTIMIZER)
+        if (copy / _SCHEDULER).exists():
+            schedule = torch.load(copy / _SCHEDULER, map_location="cpu", weights_only=True)
+            rescale(schedule, scales)
+            torch.save(schedule, copy / _SCHEDULER)
+        copy.rename(target)
+
+
+def _check_folders(source: Path, target: Path) -> None:
+    if not (source / _OPTIMIZER).is_file():
+        raise ValueError(
+            f"{source} has no {_OPTIMIZER}: give the folder of one checkpoint, such as out/checkpoint-500. Checkpoints "
+            "of DeepSpeed and FSDP cannot be rewritten; load them with Mechanic and call demechanize()."
+        )
+    if target.exists() or source in target.parents:
+        raise ValueError(f"{target} exists already or lies inside {source}: name a new folder.")
+
+
+def _learned(optimizer: dict[str, Any], source: Path) -> list[float]:
+    groups = optimizer["param_groups"]
+    if not holds_tuner(groups):
+        raise ValueError(f"{source} was saved without Mechanic: resume from it as it is.")
+    scales = scales_in(groups)
+    try:
+        return filled(scales)
+    except ValueError as error:
+        raise ValueError(f"{source} holds no learned scale: {error}. Train a few steps more.") from error
+
+
+def refuse_unscaled_resume(optimizer: Any) -> None:
+    """Refuses a plain optimizer that has loaded a mechanized one's checkpoint: its lr lacks the learned scale.
+
+    Raises:
+        RuntimeError: The optimizer's param groups hold Mechanic's tuner.
+    """
+    if holds_tuner(getattr(optimizer, "param_groups", ())):
+        raise RuntimeError(
+            "this checkpoint was saved with Mechanic, and the optimizer now has none: it would train at a learning "
+            "rate without the learned scale. Resume with the --optim mechanic_... of before, or convert the checkpoint "
+            "first: mechanic_plugins.transformers.demechanize_checkpoint('checkpoint-500', 'plain/checkpoint-500')."
+        )

@@ -1,0 +1,1 @@
+"""The passes over memory: torch operations, and Triton on a GPU."""

@@ -1,0 +1,220 @@
+"""The two passes over memory that Mechanic adds to a step, by torch operations: the local sums, and the move.
+
+Tensors here are local: a rank's own part of a parameter, never a DTensor. This is the way on CPUs, and for tensors that
+are no plain rows in memory; `mechanic_plugins.kernels.multi_tensor` is the way on a GPU with Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core.param_state import IndexRange, ParamState, needs_reference
+
+__all__ = ["ForeachBatch", "local_sums", "move"]
+
+_CHUNK = {"cpu": 1 << 18}
+"""Elements that are summed in float32 before float64 takes over. A CPU's sums are off by about 1e-7 then; GPUs add in
+trees, and have few launches to give."""
+_OTHER_CHUNK = 1 << 26
+_CACHED = 1 << 20
+"""Elements that stay in a CPU's cache from one operation to the next; fewer would pay more for starting them."""
+
+
+class ForeachBatch:
+    """The deltas and references of param_states of one device and dtype, and the passes over them and their weights.
+
+    Weights and gradients are handed in for each pass and never kept: a gradient kept is memory that the next forward
+    pass lacks, and FSDP may put another tensor in a weight's place.
+    """
+
+    def __init__(self, param_states: Sequence[ParamState]) -> None:
+        self.deltas = [param_state.delta for param_state in param_states]
+        self.refs = [param_state.ref for param_state in param_states]
+        self.sizes = [param_state.x.numel() * param_state.x.element_size() for param_state in param_states]
+        self._device, self._dtype = param_states[0].x.device, param_states[0].x.dtype
+        self._layouts = [(param_state.x.shape, param_state.x.stride()) for param_state in param_states]
+
+    def refresh_pointers(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Whether weights and gradients are still what they were."""
+        dtype, device = self._dtype, self._device
+        for x, grad, layout in zip(xs, grads, self._layouts, strict=True):
+            if x.dtype != dtype or x.device != device or (x.shape, x.stride()) != layout:
+                return False
+            if grad is not None and grad.layout != torch.strided:
+                return False
+        return True
+
+    def add_sums(
+        self,
+        xs: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        out: Tensor,
+        *,
+        tuner_index: int,
+        weight: float,
+        maximize: bool,
+    ) -> None:
+        """Adds this list's share to a tuner's five sums, and its gradients to the count at the end."""
+        param_states = [ParamState(*tensors) for tensors in zip(xs, grads, self.deltas, self.refs, strict=True)]
+        sums = local_sums(param_states, device=out.device)
+        if maximize:
+            sums[0].neg_()
+        out[5 * tuner_index : 5 * tuner_index + 5].add_(sums, alpha=weight)
+        out[-1].add_(sum(grad is not None for grad in grads))
+
+    def snapshot(self, part: IndexRange, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of a part's weights."""
+        if self._device.type == "cpu":
+            return [x.clone() for x in xs]
+        copies = [torch.empty_like(x) for x in xs]
+        torch._foreach_copy_(copies, [x.detach() for x in xs])
+        return copies
+
+    def restore(self, part: IndexRange, xs: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
+        """The weights as they were before the base touched them."""
+        torch._foreach_copy_(list(xs), list(snapshot))
+
+    def float_copies(self, part: IndexRange, xs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """A part's weights in float32; see `TritonBatch.float_copies`."""
+        return [x.detach().to(torch.float32) for x in xs], None
+
+    def begin_moves(self, parts: Sequence[IndexRange]) -> None:
+        """The parts whose moves will make up the whole."""
+
+    def move(self, part: IndexRange, xs: Sequence[Tensor], snapshot: Sequence[Tensor], scales: Tensor) -> None:
+        """From the base's weights to Mechanic's."""
+        move(self._param_states(part, xs), snapshot, before=scales[0], after=scales[1], kept=scales[3])
+
+    def move_to(
+        self, part: IndexRange, xs: Sequence[Tensor], stepped: Sequence[Tensor], row: Tensor | None, scales: Tensor
+    ) -> None:
+        """The same where the base has stepped float32 copies and left the weights `xs` alone."""
+        before, after, _, kept = scales.float()
+        for param_state, new in zip(self._param_states(part, xs), stepped, strict=True):
+            _move_rounded(param_state, param_state.x, new, before=before, after=after, kept=kept)
+
+    def _param_states(self, part: IndexRange, xs: Sequence[Tensor]) -> list[ParamState]:
+        here = slice(part.first, part.last)
+        return [ParamState(x, None, d, r) for x, d, r in zip(xs, self.deltas[here], self.refs[here], strict=True)]
+
+    def finish_moves(self, xs: Sequence[Tensor]) -> None:
+        """All parts have moved."""
+
+
+def local_sums(param_states: Sequence[ParamState], *, device: torch.device) -> Tensor:
+    """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over param_states of one device and dtype, in float64 on `device`.
+
+    Squares of finite float32 numbers overflow from 1.8e19 on. A CPU then sums once more in float64; to find out on a
+    GPU would mean waiting for it.
+    """
+    sums = _sums(param_states, device=device)
+    if sums.device.type == "cpu" and not all(map(math.isfinite, sums.tolist())):
+        return _sums(param_states, device=device, at_least=torch.float64)
+    return sums
+
+
+def _sums(param_states: Sequence[ParamState], *, device: torch.device, at_least: torch.dtype = torch.float32) -> Tensor:
+    dots: list[Tensor] = []
+    for param_state in param_states:
+        _add_dots(param_state, dots, at_least)
+    return torch.stack(dots).to(device, non_blocking=True).view(-1, 5).sum(0, dtype=torch.float64)
+
+
+def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype) -> None:
+    """The five of each chunk, in turn."""
+    x, g, d = (
+        None if t is None else _real(t).reshape(-1) for t in (param_state.x, param_state.grad, param_state.delta)
+    )
+    assert x is not None
+    wide = torch.promote_types(x.dtype, at_least)
+    chunk = _CHUNK.get(x.device.type, _OTHER_CHUNK)
+    zero = x.new_zeros((), dtype=wide) if g is None or d is None else x
+    for at in range(0, max(x.numel(), 1), chunk):
+        here = slice(at, at + chunk)
+        y = x[here].to(wide)
+        h, e = (None if t is None else t[here].to(wide) for t in (g, d))
+        dots.append(zero if e is None or h is None else torch.dot(e, h))
+        dots.append(zero if h is None else torch.dot(h, h))
+        dots.append(torch.dot(y, y))
+        dots.append(zero if e is None else torch.dot(e, y))
+        dots.append(zero if e is None else torch.dot(e, e))
+
+
+def _real(t: Tensor) -> Tensor:
+    """Complex parameters are pairs of real ones."""
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+def move(
+    param_states: Sequence[ParamState], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, kept: Tensor
+) -> None:
+    """From the base's weights to Mechanic's: delta = kept * delta + u, and x = x_ref + after * delta.
+
+    u = x - old is what the base did. `olds` is read only, so that a caller can go back to it if anything raises.
+    All param_states have a delta and share one device and dtype.
+    """
+    if needs_reference(param_states[0].x.dtype):
+        for param_state, old in zip(param_states, olds, strict=True):
+            _move_rounded(
+                param_state, old, param_state.x, before=before.float(), after=after.float(), kept=kept.float()
+            )
+    else:
+        _move_by_difference(param_states, olds, before=before / kept, after=after, kept=kept)
+
+
+def _move_by_difference(
+    param_states: Sequence[ParamState], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, kept: Tensor
+) -> None:
+    """Here `before` is the scale for the new delta that the weights were made at."""
+    xs, deltas = [_real(s.x) for s in param_states], [_real(_delta(s)) for s in param_states]
+    olds = [_real(old) for old in olds]
+    # before * u + (after - before) * delta, the new one: the whole move, small beside x, so that x is rounded once
+    if xs[0].device.type == "cpu":
+        factor, scale, share = before.item(), after.item(), kept.item()
+        for x, delta, old in zip(*_in_cache(xs, deltas, olds), strict=True):
+            torch.add(x.sub_(old), delta, alpha=share, out=delta)  # x holds u
+            if scale == 0:
+                x.mul_(factor).add_(delta, alpha=-factor).add_(old)
+            else:  # the same in fewer operations
+                torch.lerp(x, delta, (scale - factor) / scale, out=x)
+                torch.add(old, x, alpha=scale, out=x)
+        return
+    before, step, kept = (t.to(xs[0].dtype) for t in (before, after - before, kept))
+    for x, delta, old in zip(xs, deltas, olds, strict=True):
+        torch.addcmul(x.sub_(old), delta, kept, out=delta)
+        x.mul_(before).addcmul_(delta, step).add_(old)
+
+
+def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Long rows cut into batches that stay in a CPU's cache from one operation to the next."""
+    cut: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    for tensors in zip(*lists, strict=True):
+        whole = tensors[0].numel() <= _CACHED or not all(t.is_contiguous() for t in tensors)
+        for batches, t in zip(cut, tensors, strict=True):
+            batches += [t] if whole else torch.split(t.view(-1), _CACHED)
+    return cut
+
+
+def _move_rounded(
+    param_state: ParamState, old: Tensor, new: Tensor, *, before: Tensor, after: Tensor, kept: Tensor
+) -> None:
+    """Low precision: x is the rounding of ref + scale * delta. Weights that somebody else moved take ref with them.
+
+    The base went from `old` to `new`.
+    """
+    delta, ref = _delta(param_state), param_state.ref
+    assert ref is not None
+    expected = torch.addcmul(ref.float(), delta, before)
+    moved_outside = old != expected.to(old.dtype)
+    ref.copy_(torch.where(moved_outside, old.float() - before * delta, ref.float()))
+    torch.addcmul(new.float() - old.float(), delta, kept, out=delta)
+    param_state.x.copy_(torch.addcmul(ref.float(), delta, after))
+
+
+def _delta(param_state: ParamState) -> Tensor:
+    assert param_state.delta is not None
+    return param_state.delta

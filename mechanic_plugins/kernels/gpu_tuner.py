@@ -1,0 +1,136 @@
+"""The tuner's step on a GPU, in one launch: `mechanic_plugins.core.tuner.advance` and whether the step is made."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core import tuner
+from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner import SCALARS, TunerState, column
+
+__all__ = ["advance", "constants_of"]
+
+_VECTORS = len(TunerState._fields) - len(SCALARS)
+_RULES = ("paper", "experiments", "optax", "theory", "optimistic")
+
+
+def advance(
+    state: TunerState,
+    sums: Tensor,
+    counters: Tensor,
+    *,
+    settings: Settings,
+    betas: Tensor,
+    constants: Tensor,
+    lrs: Sequence[float | Tensor],
+    hold: bool,
+    in_place: bool,
+) -> tuple[TunerState, Tensor, Tensor]:
+    """`tuner.rescale_to_lr` and `tuner.advance` in one launch, with the decision whether the step is made.
+
+    Args:
+        state: The tuner before the step.
+        sums: Five for each tuner, and the number of gradients.
+        counters: Steps made, and steps skipped.
+        settings: The constants, in the units of delta.
+        betas: `settings.betas` on the device.
+        constants: What `constants_of` says, on the device.
+        lrs: The base's learning rate in this step, for each tuner.
+        hold: Leave the tuner as it is.
+        in_place: Write over the state and the counters: what a captured graph needs, which reads them where they were.
+
+    Returns:
+        The next state, the next counters, and for each tuner what `Decision.scales` says.
+    """
+    from mechanic_plugins.kernels import triton_kernels as kernels
+
+    tuners, n = state.s.shape
+    width = _width(n)
+    old = _packed(state)
+    lr = lrs[0] if tuners == 1 else None
+    lr_column = sums if isinstance(lr, float) else column(lrs, sums.device)
+    out = torch.empty(tuners * (width + 4) + 2, dtype=torch.float64, device=sums.device)
+    new, scales, new_counters = torch.split(out, [tuners * width, tuners * 4, 2])
+    kernels.tuner_kernel[(tuners,)](
+        sums,
+        old,
+        new,
+        betas,
+        constants,
+        counters,
+        new_counters,
+        scales,
+        lr_column,
+        *_halves(lr),
+        tuners,
+        RULE=_RULES.index(settings.rule),
+        AUTO=settings.s_init == "auto",
+        SMOOTHING=settings.smoothing != 0,
+        CAPPED=settings.max_scale is not None,
+        FROZEN=hold,
+        HINDSIGHT=settings.hindsight != 1,
+        RESTATES=settings.own_warmup,
+        LR_AS_NUMBER=isinstance(lr, float),
+        LOSS_WEIGHT=tuner.LOSS_WEIGHT,
+        RELATIVE_EPS=tuner.RELATIVE_EPS,
+        START=tuner.START,
+        WINDOW=tuner.WINDOW,
+        OUTLIER=tuner.OUTLIER,
+        NUMBERS=_power(tuners * 5 + 1),
+        n=n,
+        N=_power(n),
+        num_warps=1,
+    )
+    after = _unpacked(new.view(tuners, width))
+    if not in_place:
+        return after, new_counters, scales.view(tuners, 4)
+    for theirs, ours in zip((*state, counters), (*after, new_counters), strict=True):
+        theirs.copy_(ours)
+    return state, counters, scales.view(tuners, 4)
+
+
+def constants_of(settings: Settings) -> tuple[float, ...]:
+    """s_decay, eps, s_init or its fraction, the cap, the smoothing and the hindsight."""
+    s_init = settings.first_move if settings.s_init == "auto" else settings.s_init
+    return settings.s_decay, settings.eps, s_init, settings.max_scale or 0.0, settings.smoothing, settings.hindsight
+
+
+def _packed(state: TunerState) -> Tensor:
+    """One row for each tuner."""
+    base = state.s._base
+    if (
+        base is not None
+        and state.longest._base is base
+        and base.dim() == 1
+        and state.s.stride(0) == _width(state.s.shape[1])
+    ):
+        return state.s
+    return torch.cat(list(state), dim=1)
+
+
+def _unpacked(table: Tensor) -> TunerState:
+    """Views of the rows."""
+    n = (table.shape[1] - len(SCALARS)) // _VECTORS
+    return TunerState(*torch.split(table, [n] * _VECTORS + [1] * len(SCALARS), dim=1))
+
+
+def _width(n: int) -> int:
+    return _VECTORS * n + len(SCALARS)
+
+
+def _halves(number: float | Tensor | None) -> tuple[float, float]:
+    """A number as two of float32, which is what a kernel takes: together they have 48 of its 53 bits."""
+    if not isinstance(number, float) or not math.isfinite(number):
+        return 0.0, 0.0
+    high = ctypes.c_float(number).value
+    return high, ctypes.c_float(number - high).value
+
+
+def _power(number: int) -> int:
+    """The next power of two: what Triton can hold."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -1,0 +1,446 @@
+"""An optimizer around another one, with a tuner beside it.
+
+All that a checkpoint, a scheduler or a person looks at; `mechanic_plugins.optimizer` adds the step. The wrapped
+optimizer is held as `base`, and param_groups, state and defaults are its own, so that schedulers, GradScaler, FSDP and
+checkpoint code find what they expect.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from mechanic_plugins.checkpoints import state as checkpoint
+from mechanic_plugins.checkpoints.format import holds_tuner
+from mechanic_plugins.checkpoints.state import Progress
+from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.groups import average, names_of, show_scales
+from mechanic_plugins.core.param_state import DELTA, PREFIX
+from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.distributed.sharding import local, with_real_tensors
+from mechanic_plugins.kernels.multi_tensor import is_capturing
+from mechanic_plugins.optimizer.skips import Skips
+from mechanic_plugins.passes.plan import zeros_like
+from mechanic_plugins.passes.planner import Backend, check_backend
+
+__all__ = ["Tuner", "Wrapper"]
+
+Group = dict[str, Any]
+StateDict = dict[str, Any]
+
+_LIVE = "_mechanic_live"
+"""The base's attribute with the settings and the tuner of who mechanized it last."""
+_HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
+class Tuner(NamedTuple):
+    """The tuner's state in units of the base's own learning rate: n-vectors, or one row for each param group."""
+
+    s: Tensor
+    r: Tensor
+    m: Tensor
+    v: Tensor
+    steps: Tensor
+
+
+class Wrapper(Optimizer):
+    """The base, the settings and the tuner.
+
+    `scale` and `tuner` do not wait for the device; `effective_lrs`, `metrics()` and `state_dict()` do.
+    """
+
+    # GradScaler must unscale and decide by itself: a fused base would skip its own update, but not Mechanic's.
+    _step_supports_amp_scaling = False
+    _has_history = True
+    """Whether the base had state before Mechanic's first step: made when it was built, or loaded from a plain run."""
+
+    def __init__(
+        self,
+        base: Optimizer,
+        settings: Settings,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sync_replicas: bool = False,
+        backend: Backend = "auto",
+    ) -> None:
+        known_bases.check_supported(base)
+        check_backend(backend)
+        self.base = base
+        self.settings = settings
+        self.group = group
+        self.sync_replicas = sync_replicas
+        self.backend = backend
+        self._has_history = bool(base.state)
+        before = vars(base).get(_LIVE)
+        self._start()
+        self._continue(before)
+        self._hold_tuner()
+        self._create_eager_state()
+
+    def _start(self) -> None:
+        """Everything that is not state: rebuilt after unpickling."""
+        self._held: dict[str, Progress | None] = {}
+        vars(self.base)[_LIVE] = self.settings, self._held
+        self._numbers: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
+        self._dry_state: object = None
+        self._is_plain = False
+        self._last_lrs: list[Any] | None = None
+        self._skips = Skips()
+        for name in _HOOKS:
+            setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
+        self._patch_step_function()
+        self._itself: ref[Wrapper] = ref(self)
+        """Lightning's and Fabric's proxies run these methods with another `self`."""
+        show_scales(self.param_groups, self._itself)
+
+    # ---------------------------------------------------------------- what belongs to the base
+
+    @property
+    def param_groups(self) -> list[Group]:
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[Group]) -> None:
+        self.base.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        return self.base.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.base.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.base.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.base.defaults = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """The new parameters start with delta = 0; with `scope="group"` they get a tuner of their own."""
+        progress = self._progress
+        self.base.add_param_group(param_group)
+        show_scales(self.param_groups, self._itself)
+        if self.settings.scope == "group":
+            progress.add_tuner(self.settings)
+        self._write(progress)
+        self._create_eager_state()
+
+    # ---------------------------------------------------------------- the tuner and the checkpoint
+
+    @property
+    def _live(self) -> Progress | None:
+        """In a dict, not on the instance: Lightning's and Fabric's proxies run these methods with another `self`."""
+        return self._held.get("progress")
+
+    @_live.setter
+    def _live(self, progress: Progress | None) -> None:
+        self._held["progress"] = progress
+
+    @property
+    def _progress(self) -> Progress:
+        """The live tuner, on the parameters' device; read anew where somebody has loaded state or moved the model."""
+        live, device = self._live, self._device()
+        if live is not None and live.tuner.s.device != device:
+            self._write(live)
+            live = None
+        if live is None or live.row_of(self.param_groups[0]) is None:
+            self._live = live = self._read(device)
+        return live
+
+    def _read(self, device: torch.device) -> Progress:
+        """The groups hold afterwards what is in force, so that nothing is said twice."""
+        progress, notice = checkpoint.read(self.param_groups, self.settings, tuners=self._tuners(), device=device)
+        if notice is not None:
+            warnings.warn(notice, stacklevel=4)
+        if not progress.seen:
+            self._has_history = bool(self.state)
+        if notice is not None or not progress.seen:
+            self._write(progress)
+        return progress
+
+    def _tuners(self) -> int:
+        return len(self.param_groups) if self.settings.scope == "group" else 1
+
+    def _device(self) -> torch.device:
+        """The parameters' own, or the CPU where that has no float64 or holds no numbers."""
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        if first is None:  # an engine took the parameters out for a while
+            return self._live.tuner.s.device if self._live else torch.device("cpu")
+        device: torch.device = local(first).device
+        return torch.device("cpu") if device.type in ("meta", "mps") else device
+
+    def _continue(self, before: tuple[Settings, dict[str, Progress | None]] | None) -> None:
+        """A base that is mechanized again goes on where its tuner is, not where that was last written down."""
+        settings, held = before or (self.settings, self._held)
+        live = held.get("progress")
+        if live is not None and live.row_of(self.param_groups[0]) is not None:
+            checkpoint.write(self.param_groups, live, settings, delta_unit=self._delta_unit(live))
+
+    def _hold_tuner(self) -> None:
+        """The groups always hold the tuner's keys: loaders look for them there."""
+        if holds_tuner(self.param_groups):  # the base had loaded a mechanized checkpoint
+            checkpoint.check_tuner(self.param_groups, self.settings)
+            self._write_tuner()
+            return
+        self._has_history = bool(self.state)
+        with with_real_tensors():
+            self._write(Progress.new(self.settings, tuners=self._tuners(), device=torch.device("cpu")))
+
+    def _write_tuner(self) -> None:
+        self._write(self._progress)
+
+    def _write(self, progress: Progress) -> None:
+        self._settle_unit(progress)
+        if not self._is_plain:
+            checkpoint.write(self.param_groups, progress, self.settings, delta_unit=self._delta_unit(progress))
+
+    @contextmanager
+    def loading_plain(self) -> Iterator[None]:
+        """Lets torch.distributed.checkpoint load what was saved without Mechanic.
+
+            with opt.loading_plain():
+                states = get_optimizer_state_dict(model, opt)
+                dcp.load(states, checkpoint_id=folder)
+                set_optimizer_state_dict(model, opt, states)
+
+        It refuses a checkpoint that lacks a key of the optimizer's: within, the optimizer has none of Mechanic's. What
+        Mechanic had learned is dropped, and it starts afresh from the weights it then finds.
+        """
+        checkpoint.strip(self.param_groups, self.state)
+        self._is_plain = True
+        try:
+            yield
+        finally:
+            self._is_plain = False
+            self._live = None
+            self._hold_tuner()
+            self._create_eager_state()
+
+    def _create_eager_state(self) -> None:
+        """Bases that fill their state when built get no dry run: a load would find no place for delta."""
+        state: dict[Any, Any] = self.state
+        for p, entries in state.items():  # some bases keep what is no parameter's there: counters, settings
+            if isinstance(p, Tensor) and isinstance(entries, dict) and entries and DELTA not in entries:
+                entries[DELTA] = zeros_like(p)
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def state_dict(self) -> StateDict:
+        """The base's state dict with Mechanic's entries in it. Waits for the device."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        self._write_tuner()
+        if self._is_plain:
+            checkpoint.strip((), self.state)  # of what a dry run has put there
+        state_dict = self.base.state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads a mechanized optimizer's state dict, or a plain one's: Mechanic then starts at the loaded weights."""
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        checkpoint.check(state_dict, self.param_groups, self.settings)
+        plain, ours = checkpoint.split(state_dict)
+        self.base.load_state_dict(plain)
+        show_scales(self.param_groups, self._itself)
+        ids = (i for group in plain["param_groups"] for i in group["params"])
+        checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state)
+        self._live = self._dry_state = self._last_lrs = None
+        if not holds_tuner(self.param_groups):
+            warnings.warn(
+                "the loaded state has no Mechanic in it: the base's moments are kept, and the scale is learned anew "
+                "from the current weights.",
+                stacklevel=2,
+            )
+        self._hold_tuner()
+        self._create_eager_state()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without hooks, as torch's optimizers.
+
+        And without `step`, which a scheduler plants on the instance, and the process group, which has no pickle.
+        """
+        self._write_tuner()
+        kept = ("base", "settings", "sync_replicas", "backend", "_has_history")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.group = None
+        self._start()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.group = self.group
+        return twin
+
+    # ---------------------------------------------------------------- units
+
+    def _resolve_unit(self, progress: Progress) -> bool:
+        """Fixes the learning rate that delta is measured in, at the first step made that has one above 0.
+
+        A device decides by itself whether a step is made: the unit holds until somebody has to know, which is when
+        the learning rate turns out to be another one in the next step. One that is a tensor on a GPU is read once.
+        """
+        is_settled = progress.unit_since is None or is_capturing(progress.steps.device)
+        if progress.unit > 0 and (is_settled or any(map(_has_lr_on_device, self.param_groups))):
+            return True
+        peak = max(map(_peak_lr, self.param_groups)) if self.settings.normalize_lr else 1.0
+        if progress.unit != peak:
+            self._settle_unit(progress)
+        if progress.unit == 0 and peak > 0:
+            progress.unit, progress.unit_since = peak, progress.steps.clone()
+        return progress.unit > 0
+
+    def _settle_unit(self, progress: Progress) -> None:
+        """Takes the unit back where no step was made with it. Waits for the device, once in a run."""
+        since, progress.unit_since = progress.unit_since, None
+        if since is not None and not bool(progress.steps > since):
+            progress.unit = 0.0
+
+    def _delta_unit(self, progress: Progress | None = None) -> float:
+        """What one unit of delta is worth in the base's own updates."""
+        unit = (progress or self._progress).unit
+        return (unit or 1.0) if known_bases.is_linear_in_lr(self.base) else 1.0
+
+    def _constants(self, progress: Progress) -> Settings:
+        """The settings, which are stated for a base lr of 1, in the units of delta."""
+        return _at_unit(self.settings, progress.unit or 1.0, self._delta_unit(progress))
+
+    def _on_device(self, numbers: Sequence[float], device: torch.device) -> Tensor:
+        """Constants, copied there once."""
+        key = tuple(numbers), device
+        if key not in self._numbers:
+            self._numbers[key] = torch.tensor(key[0], dtype=torch.float64, device=key[1])
+        return self._numbers[key]
+
+    def _note_lrs(self) -> None:
+        """A scheduler may change the lr before somebody asks for the effective one."""
+        lrs = (group.get("lr") for group in self.param_groups)
+        self._last_lrs = [lr.detach().clone() if isinstance(lr, Tensor) else lr for lr in lrs]
+
+    # ---------------------------------------------------------------- what a person looks at
+
+    @property
+    def scale(self) -> Tensor:
+        """The learned factor on the learning rate, a 0-dim tensor; with `scope="group"` the largest group's."""
+        return self.scales.max()
+
+    @property
+    def scales(self) -> Tensor:
+        """The learned factor of each param group."""
+        played = self._progress.tuner.played[:, 0] / self._delta_unit()
+        return played.expand(len(self.param_groups))
+
+    @property
+    def effective_lrs(self) -> list[float]:
+        """For each group, scale times the lr of the last step: what a plain optimizer's lr would be. Waits."""
+        return [s * float(lr) for s, lr in zip(self.scales.tolist(), self.lrs, strict=True)]
+
+    def get_avg_learning_rate(self) -> float:
+        """The mean of `effective_lrs` over all weights, under the name that ai-toolkit looks for. Waits."""
+        return average(self.effective_lrs, self.param_groups)
+
+    @property
+    def lrs(self) -> list[float | Tensor]:
+        """For each group the lr of the last step, which a scheduler may have changed since; 1 for a base without."""
+        noted = self._last_lrs or []
+        lrs = noted + [group.get("lr") for group in self.param_groups[len(noted) :]]
+        return [1.0 if lr is None else lr for lr in lrs]
+
+    @property
+    def tuner(self) -> Tuner:
+        """The tuner's vectors, in units of the base's own learning rate."""
+        state, unit = self._progress.tuner, self._delta_unit()
+        vectors = (state.s / unit, state.r, state.m * unit, state.v * unit**2)
+        s, r, m, v = vectors if self.settings.scope == "group" else (t[0] for t in vectors)
+        return Tuner(s, r, m, v, self._progress.steps)
+
+    def metrics(self) -> dict[str, float]:
+        """What to log, as python floats. Waits for the device once."""
+        progress, unit = self._progress, self._delta_unit()
+        hs = progress.tuner.h[:, 0] * unit
+        packed = torch.cat([self.scales, hs, torch.stack([progress.steps, progress.skipped])]).tolist()
+        scales, h, (steps, skipped) = packed[: len(self.scales)], packed[len(self.scales) : -2], packed[-2:]
+        lrs = self.effective_lrs
+        metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
+        if len(self.param_groups) > 1:
+            for index, name in enumerate(names_of(self.param_groups)):
+                metrics[f"mechanic/scale/{name}"] = scales[index]
+                metrics[f"mechanic/effective_lr/{name}"] = lrs[index]
+        if skipped:
+            self._warn_of_skips(progress)
+        return {**metrics, "mechanic/steps": steps, "mechanic/skipped_steps": skipped}
+
+    def _warn_of_skips(self, progress: Progress) -> None:
+        steps, skipped = int(progress.steps), int(progress.skipped)
+        text = self._skips.warning(self.param_groups, steps=steps, skipped=skipped)
+        if text is not None:
+            warnings.warn(text, stacklevel=3)
+
+    def freeze(self) -> None:
+        """Holds the scale where it is; training goes on with it."""
+        self._progress.frozen = True
+
+    def unfreeze(self) -> None:
+        """Tunes again, from where the tuner was."""
+        self._progress.frozen = False
+
+    def __repr__(self) -> str:
+        lines = [f"Mechanic around {type(self.base).__name__} ("]
+        for index, group in enumerate(self.param_groups):
+            lines.append(f"Parameter Group {index}")
+            shown = sorted(k for k in group if k != "params" and not k.startswith(PREFIX))
+            lines += [f"    {key}: {group[key]}" for key in shown]
+        return "\n".join([*lines, f"{self.settings}", ")"])
+
+
+@functools.lru_cache(maxsize=64)
+def _at_unit(settings: Settings, unit: float, delta_unit: float) -> Settings:
+    if delta_unit != unit:
+        settings = settings.at_lr(unit)
+    return settings if settings.max_scale is None else replace(settings, max_scale=settings.max_scale * delta_unit)
+
+
+def _has_lr_on_device(group: Group) -> bool:
+    lr = group.get("initial_lr", group.get("lr"))
+    return isinstance(lr, Tensor) and lr.device.type != "cpu"
+
+
+def _peak_lr(group: Group) -> float:
+    lr = group.get("initial_lr", group.get("lr"))
+    return 1.0 if lr is None else float(lr)

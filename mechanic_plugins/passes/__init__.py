@@ -1,0 +1,1 @@
+"""How a step goes over the parameters: around any base, or fused with a known one."""

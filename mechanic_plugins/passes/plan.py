@@ -1,0 +1,249 @@
+"""What a step walks over: the parameters in batches of one kind, set up once and used while nothing but data changes.
+
+Setting up looks at each parameter in turn. A step that follows a plan reads a few addresses for each parameter and
+starts a handful of launches.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.param_state import DELTA, REF, IndexRange, ParamState, delta_dtype, needs_reference
+from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
+from mechanic_plugins.kernels.foreach import ForeachBatch
+from mechanic_plugins.kernels.multi_tensor import TritonBatch
+
+__all__ = ["Closure", "Decision", "Entry", "Group", "ParamBatch", "Plan", "complete", "conform", "zeros_like"]
+
+Closure = Callable[[], Any]
+Group = dict[str, Any]
+
+
+class Entry(NamedTuple):
+    """A parameter that takes part in a step: its param group, local tensors, tuner, and weight in the sums."""
+
+    param: Tensor
+    group: Group
+    param_state: ParamState
+    tuner_index: int
+    weight: float
+
+
+class Decision(NamedTuple):
+    """What a step will do: whether it is made, and for each tuner the scale that was and will be played.
+
+    `delta_factor` multiplies delta, so that only part of it, or none, is re-applied at the new scale.
+    """
+
+    applied: bool | Tensor
+    before: Tensor
+    after: Tensor
+    delta_factor: Tensor
+    packed: Tensor | None = None
+
+    def scales(self) -> Tensor:
+        """Before, after, whether the step is made and what delta is multiplied by, for each tuner."""
+        if self.packed is not None:
+            return self.packed
+        made = torch.as_tensor(self.applied, dtype=self.before.dtype, device=self.before.device)
+        return torch.stack([self.before, self.after, made.expand_as(self.before), self.delta_factor], dim=1)
+
+
+class ParamBatch:
+    """Parameters that share launches: one param group, tuner, weight and kind of tensor."""
+
+    def __init__(self, base: Optimizer, entries: Sequence[Entry], *, by_kernels: bool) -> None:
+        self.base, self.group, self.tuner_index, self.weight = (
+            base,
+            entries[0].group,
+            entries[0].tuner_index,
+            entries[0].weight,
+        )
+        self.params = [entry.param for entry in entries]
+        self.is_sharded = is_dtensor(self.params[0])
+        self.device: torch.device = entries[0].param_state.x.device
+        self.states: list[Any] = [base.state.get(p) for p in self.params]
+        self.watched = [self._watched(state) for state in self.states]
+        self._places = [(s, name) for s, names in zip(self.states, self.watched, strict=True) for name in names]
+        self._watched_tensors = [tensor for watched in self.watched for tensor in watched.values()]
+        self._is_complete = all(tensor is not None for tensor in self._watched_tensors)
+        self.tensors = self._tensor_batch([entry.param_state for entry in entries], by_kernels=by_kernels)
+
+    def _tensor_batch(self, param_states: Sequence[ParamState], *, by_kernels: bool) -> TritonBatch | ForeachBatch:
+        return TritonBatch(param_states) if by_kernels else ForeachBatch(param_states)
+
+    def _names(self) -> tuple[str, ...]:
+        """What of a parameter's state the launches know the address of."""
+        return (DELTA, REF) if needs_reference(self.params[0].dtype) else (DELTA,)
+
+    def _watched(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        return {name: None if state is None else state.get(name) for name in self._names()}
+
+    def is_current(self) -> bool:
+        """Whether the state is still where it was: a load, or a change of paths, puts other tensors there."""
+        if not self._is_complete:
+            return False
+        return all(map(operator.is_, [state.get(name) for state, name in self._places], self._watched_tensors))
+
+    def refresh_pointers(self) -> bool:
+        """Looks where weights and gradients are in this step; False where one is not like it was."""
+        if self.is_sharded:
+            align_gradients(self.params)
+        return self.tensors.refresh_pointers(self.xs(), self.grads())
+
+    def xs(self) -> list[Tensor]:
+        """This rank's part of the weights. Never kept across steps: FSDP may put another tensor there."""
+        return [local(p) for p in self.params] if self.is_sharded else self.params
+
+    def grads(self) -> list[Tensor | None]:
+        grads = [p.grad for p in self.params]
+        return [local(grad) for grad in grads] if self.is_sharded else grads
+
+    def add_sums(self, out: Tensor) -> None:
+        """Adds this batch's share to its tuner's five sums, and its gradients to the count at the end."""
+        maximize = bool(self.group.get("maximize"))
+        self.tensors.add_sums(
+            self.xs(), self.grads(), out, tuner_index=self.tuner_index, weight=self.weight, maximize=maximize
+        )
+
+    @property
+    def sizes(self) -> list[int]:
+        """For each parameter the bytes that a snapshot of it holds."""
+        return self.tensors.sizes
+
+    def pairs(self, part: IndexRange, snapshot: Any) -> Sequence[tuple[Tensor, Tensor]]:
+        """The parameters of a part for which the base is to step other tensors, each with its other."""
+        return ()
+
+    def snapshot(self, part: IndexRange) -> Any:
+        """The weights of a part, for `move` or `restore`."""
+        return self.tensors.snapshot(part, self.xs()[part.first : part.last])
+
+    def own_iterate(self, part: IndexRange, snapshot: Any) -> str | None:
+        """See `known_bases.own_iterate`: looks only at parameters that have no delta yet."""
+        if self._is_complete:
+            return None
+        here = slice(part.first, part.last)
+        states = [self.base.state.get(p) for p in self.params[here]]
+        known = [{k: local(v) for k, v in s.items()} if isinstance(s, dict) else None for s in states]
+        each = map(known_bases.own_iterate, known, self.grads()[here], snapshot, self.xs()[here])
+        return next(filter(None, each), None)
+
+    def restore(self, part: IndexRange, snapshot: Any) -> None:
+        """The weights as they were before the base touched them."""
+        self.tensors.restore(part, self.xs()[part.first : part.last], snapshot)
+
+    def begin_moves(self, parts: Sequence[IndexRange]) -> None:
+        """The parts whose moves will make up the whole."""
+        self.tensors.begin_moves(parts)
+
+    def move(self, part: IndexRange, snapshot: Any, scales: Tensor) -> None:
+        """From the base's weights to Mechanic's."""
+        if isinstance(self.tensors, ForeachBatch):
+            self._complete(self.tensors, part, snapshot)
+        scales = scales[self.tuner_index].to(self.device, non_blocking=True)
+        self.tensors.move(part, self.xs()[part.first : part.last], snapshot, scales)
+
+    def finish_moves(self) -> None:
+        """All parts have moved."""
+        self.tensors.finish_moves(self.xs())
+
+    def _complete(self, rows: ForeachBatch, part: IndexRange, olds: Sequence[Tensor]) -> None:
+        """Makes deltas. Never before the base has its state: bases take an empty one for a new parameter."""
+        for index, old in zip(range(part.first, part.last), olds, strict=True):
+            if any(tensor is None for tensor in self.watched[index].values()):
+                p = self.params[index]
+                complete(self.base, p, old)
+                rows.deltas[index], rows.refs[index] = (local(self.base.state[p].get(name)) for name in (DELTA, REF))
+
+
+def complete(base: Optimizer, p: Tensor, old: Tensor) -> None:
+    """Gives a parameter the delta, and the reference, that it has not yet; `old` is what the reference is to hold."""
+    state = base.state[p]
+    if DELTA not in state:
+        state[DELTA] = zeros_like(p)
+    if REF not in state and needs_reference(p.dtype):
+        state[REF] = torch.empty_like(p, requires_grad=False)
+        local(state[REF]).copy_(old)
+
+
+def conform(base: Optimizer, p: Tensor) -> None:
+    """Has the state lie in memory as the parameter does, whose memory format or dtype somebody may have changed.
+
+    Kernels walk both as flat memory. Quantized moments, which are no plain floating tensors, are left alone.
+    """
+    state = base.state.get(p)
+    if not state:
+        return
+    if REF in state and not needs_reference(p.dtype):
+        del state[REF]
+    ours = {DELTA: delta_dtype(p.dtype), REF: p.dtype}
+    for name, kept in state.items():
+        if _is_like(kept, p):
+            state[name] = _laid_out_like(p, kept, ours.get(name, kept.dtype))
+
+
+def _is_like(kept: object, p: Tensor) -> bool:
+    if not isinstance(kept, Tensor) or kept.shape != p.shape or type(local(kept)) not in (Tensor, torch.nn.Parameter):
+        return False
+    return kept.is_floating_point() or kept.is_complex()
+
+
+def _laid_out_like(p: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    if kept.dtype == dtype and local(kept).stride() == local(p).stride():
+        return kept
+    twin = torch.empty_like(p, dtype=dtype, device=kept.device, requires_grad=False)
+    if kept.dtype == dtype and local(kept).stride() == local(twin).stride():
+        return kept  # the parameter has gaps, which the state has not
+    local(twin).copy_(local(kept))
+    return twin
+
+
+def zeros_like(p: Tensor) -> Tensor:
+    """A new delta, of the parameter's own tensor type."""
+    return torch.zeros_like(p, dtype=delta_dtype(p.dtype), requires_grad=False)
+
+
+class Plan:
+    """The batches of one optimizer, good as long as its parameters and their state stay the same."""
+
+    is_fused: ClassVar[bool] = False
+
+    def __init__(self, base: Optimizer, entries: Sequence[Entry], batches: Sequence[ParamBatch]) -> None:
+        self.base, self.batches = base, list(batches)
+        inside = {id(entry.param) for entry in entries}
+        every = [p for group in base.param_groups for p in group["params"]]
+        self._outsiders = [p for p in every if id(p) not in inside]
+        """Parameters that never had a gradient: the first one they get ends the plan."""
+        self._state, self._groups = base.state, list(base.param_groups)
+
+    def is_current(self) -> bool:
+        """Whether this step can follow the plan, if its parameters are the same; reads the addresses it needs."""
+        return (
+            self._state is self.base.state
+            and list(map(id, self._groups)) == list(map(id, self.base.param_groups))
+            and all(p.grad is None for p in self._outsiders)
+            and all(batch.is_current() and batch.refresh_pointers() for batch in self.batches)
+        )
+
+    def sums(self, *, tuners: int, device: torch.device) -> Tensor:
+        """Five sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up."""
+        out = torch.zeros(5 * tuners + 1, dtype=torch.float64, device=device)
+        for batch in self.batches:
+            batch.add_sums(out)
+        return out
+
+    def start(self, closure: Closure | None) -> list[Any]:
+        """What of `apply` needs no decision, to be done while the sums travel. `apply` takes it out of the list."""
+        return []
+
+    def apply(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
+        """Steps the base at lr / unit and moves the weights as decided; returns what the base returned."""
+        raise NotImplementedError

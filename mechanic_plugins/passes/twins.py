@@ -1,0 +1,191 @@
+"""float32 twins: what a base steps in the place of 16-bit weights.
+
+What a base adds to a 16-bit weight is lost where it is smaller than the weight's rounding, and Mechanic would learn
+from what is left. So the base is lent float32 copies of weights, gradients and moments for the time of a step. Its
+state is kept in the dtypes that it has without Mechanic: plain checkpoints and `demechanize` see no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.param_state import PREFIX, IndexRange, needs_reference
+from mechanic_plugins.distributed.sharding import is_dtensor, local
+from mechanic_plugins.kernels.foreach import ForeachBatch
+from mechanic_plugins.passes.plan import Closure, Entry, ParamBatch
+
+__all__ = ["DiscardingPiece", "TwinPiece", "batch_for", "in_the_place_of", "synchronized"]
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+_BYTES = 8
+"""A twin, its gradient and two moments take 16 bytes for each 2 of the weights."""
+
+
+_SCALARS = ("step", "mu_product", "eta", "mu")
+"""What torch's optimizers keep as one float32 number for a parameter."""
+
+
+def batch_for(base: Optimizer, entries: Sequence[Entry], *, by_kernels: bool) -> ParamBatch:
+    """The batch that reads the base's update off these weights with all its digits."""
+    param_state = entries[0].param_state
+    if not needs_reference(param_state.x.dtype) or known_bases.is_exact_in_16_bits(base):
+        return ParamBatch(base, entries, by_kernels=by_kernels)
+    if known_bases.is_torchs_own(base) or param_state.is_complete():
+        return TwinPiece(base, entries, by_kernels=by_kernels)
+    return DiscardingPiece(base, entries, by_kernels=by_kernels)
+
+
+class Lent(NamedTuple):
+    """The twins of a part, and the row in memory that they are, where kernels are to read them."""
+
+    twins: list[Tensor]
+    row: Tensor | None
+
+
+class TwinPiece(ParamBatch):
+    """16-bit weights that only Mechanic writes to: the base steps their twins."""
+
+    @property
+    def sizes(self) -> list[int]:
+        return [_BYTES * size for size in self.tensors.sizes]
+
+    def snapshot(self, part: IndexRange) -> Lent:
+        locals_, row = self.tensors.float_copies(part, self.xs()[part.first : part.last])
+        params = self.params[part.first : part.last]
+        return Lent([_twin(p, copy) for p, copy in zip(params, locals_, strict=True)], row)
+
+    def pairs(self, part: IndexRange, snapshot: Lent) -> Pairs:
+        return list(zip(self.params[part.first : part.last], snapshot.twins, strict=True))
+
+    def restore(self, part: IndexRange, snapshot: Lent) -> None:
+        """The base has not touched the weights."""
+
+    def move(self, part: IndexRange, snapshot: Lent, scales: Tensor) -> None:
+        xs, stepped = self.xs()[part.first : part.last], [local(twin).detach() for twin in snapshot.twins]
+        if isinstance(self.tensors, ForeachBatch):
+            self._complete(self.tensors, part, xs)
+        scales = scales[self.tuner_index].to(self.device, non_blocking=True)
+        self.tensors.move_to(part, xs, stepped, snapshot.row, scales)
+
+
+class DiscardingPiece(ParamBatch):
+    """16-bit weights in their first step under a base that nobody knows.
+
+    Only the base can say in which dtypes it keeps its state, so it makes that for the weights themselves. What it adds
+    to them is discarded: their rounding, not the base, would decide how much of it there is.
+    """
+
+    def move(self, part: IndexRange, snapshot: Any, scales: Tensor) -> None:
+        self.restore(part, snapshot)
+        super().move(part, snapshot, scales)
+
+
+def _twin(p: Tensor, copy: Tensor) -> Tensor:
+    """A parameter with the same attributes, around a float32 copy of the local weights."""
+    twin: Any = copy
+    if is_dtensor(p):
+        sharded: Any = p
+        twin = type(sharded).from_local(
+            copy, sharded.device_mesh, sharded.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+    for name, value in vars(p).items():  # a DTensor's hold its local tensor: the twin has its own
+        vars(twin).setdefault(name, value)
+    twin.requires_grad_(p.requires_grad)
+    return twin  # type: ignore[no-any-return]
+
+
+@contextmanager
+def in_the_place_of(base: Optimizer, pairs: Pairs) -> Iterator[None]:
+    """Lends the base the twins; an error leaves weights and moments as they were."""
+    twins = {id(p): twin for p, twin in pairs}
+    lists = [group["params"] for group in base.param_groups]
+    try:
+        for group in base.param_groups if pairs else ():
+            group["params"] = [twins.get(id(p), p) for p in group["params"]]
+        for p, twin in pairs:
+            twin.grad = None if p.grad is None else p.grad.to(torch.float32)
+            if own := {name: value for name, value in base.state.get(p, {}).items() if not name.startswith(PREFIX)}:
+                base.state[twin] = _mapped(_wide, own)
+        yield
+        for p, twin in pairs:
+            if twin in base.state:
+                _take_back(base, p, twin)
+    finally:
+        for group, params in zip(base.param_groups, lists, strict=True):
+            group["params"] = params
+        for twin in twins.values():
+            base.state.pop(twin, None)
+
+
+def synchronized(closure: Closure | None, pairs: Pairs) -> Closure | None:
+    """For bases that evaluate the loss again where they have moved to: the model knows the weights, not the twins."""
+    if closure is None or not pairs:
+        return closure
+    calls = iter([closure])  # the first call only hands over the loss that was evaluated before
+
+    def again() -> Any:
+        if (first := next(calls, None)) is not None:
+            return first()
+        with torch.no_grad():
+            olds = [p.clone() for p, _ in pairs]
+            for p, twin in pairs:
+                p.copy_(twin)
+        try:
+            return closure()
+        finally:
+            with torch.no_grad():
+                for (p, twin), old in zip(pairs, olds, strict=True):
+                    p.copy_(old)
+                    twin.grad = None if p.grad is None else p.grad.to(torch.float32)
+
+    return again
+
+
+def _take_back(base: Optimizer, p: Tensor, twin: Tensor) -> None:
+    stepped, kept = base.state.pop(twin), base.state[p]
+    for name in [name for name in kept if name not in stepped and not name.startswith(PREFIX)]:
+        del kept[name]
+    for name, value in stepped.items():
+        like = None if p.dim() == 0 and name in _SCALARS else p
+        kept[name] = _mapped(functools.partial(_narrow, like=like), value, kept.get(name))
+
+
+def _mapped(change: Callable[..., Tensor], value: Any, other: Any = None) -> Any:
+    """The same structure with other tensors; `other` is a structure like it, or not."""
+    alike = type(value) is type(other)
+    if isinstance(value, Tensor):
+        return change(value, other)
+    if type(value) is dict:
+        return {key: _mapped(change, item, other.get(key) if alike else None) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        others = other if alike and len(other) == len(value) else [None] * len(value)
+        return type(value)(_mapped(change, item, old) for item, old in zip(value, others, strict=True))
+    return value
+
+
+def _wide(value: Tensor, _: Any) -> Tensor:
+    """Quantized tensors show a dtype that they have not: they are left alone."""
+    is_plain = type(local(value)) in (Tensor, torch.nn.Parameter)
+    return value.to(torch.float32) if is_plain and needs_reference(value.dtype) else value
+
+
+def _narrow(new: Tensor, old: Any, *, like: Tensor | None) -> Tensor:
+    """The dtype it had; what is new gets the parameter's, as if made like it, or loaded by torch, except scalars.
+
+    A parameter without dimensions has moments without any: the names of torch's scalars tell them apart.
+    """
+    if isinstance(old, Tensor):
+        if new is old or not needs_reference(old.dtype):
+            return new
+        return old.copy_(new) if old.shape == new.shape else new.to(old.dtype)
+    if like is None or new.dtype != torch.float32 or (new.dim() == 0 and like.dim() > 0):
+        return new
+    return new.to(like.dtype)
