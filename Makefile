@@ -10,7 +10,7 @@ export MKL_NUM_THREADS ?= 1
 # These run several ranks at a time and want the machine for themselves; the other tests share it.
 ON_RANKS := $(addprefix tests/,deepspeed_plugin distributed lightning transformers_plugin)
 
-.PHONY: help install test test-long test-outside lint format demo clean
+.PHONY: help install test test-long test-outside test-programs lint format demo clean
 
 help:
 	@echo 'make test     the whole suite; PYTEST_ADDOPTS="-m not\ slow" leaves the long ones out'
@@ -19,6 +19,8 @@ help:
 	@echo 'make test-outside'
 	@echo '              the test suites of pytorch_optimizer, torch, Lightning and transformers, mechanized; the last'
 	@echo '              three from checkouts: TORCH=path LIGHTNING=path TRANSFORMERS=path; options by ARGS="--only torch"'
+	@echo 'make test-programs'
+	@echo '              the programs of docs/programs.md, installed by pip into .programs/; one by ARGS="--only litgpt"'
 	@echo 'make lint     ruff and mypy --strict'
 	@echo 'make format   let ruff rewrite the files'
 	@echo 'make demo     a first training run: a table and a picture; options by ARGS="--steps 200"'
@@ -50,6 +52,10 @@ test-outside: $(INSTALLED)
 	$(BIN)/python tests/outside/run.py $(if $(TORCH),--torch $(TORCH)) $(if $(LIGHTNING),--lightning $(LIGHTNING)) \
 		$(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) $(ARGS)
 
+# Not a part of CI: it installs every program.
+test-programs: $(INSTALLED)
+	$(BIN)/python tests/programs/run.py $(ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -63,4 +69,4 @@ demo: $(INSTALLED)
 	$(BIN)/python -m mechanic_plugins.demo $(ARGS)
 
 clean:
-	rm -rf $(VENV) .outside dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .outside .programs dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

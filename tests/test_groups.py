@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -119,3 +120,93 @@ def test_groups_go_by_their_names() -> None:
 
 def test_a_name_that_two_have_tells_nobody_which() -> None:
     assert names_of([{"name": "a"}, {"name": "b"}, {}, {"name": "a"}]) == ["pg1", "b", "pg3", "pg4"]
+
+
+# -------------------------------------------------------------------- a scale for each network
+
+
+def backbone_and_head() -> tuple[torch.nn.Sequential, list[dict[str, Any]]]:
+    model = perceptron()
+    groups = [
+        {"params": model[0].parameters(), "name": "backbone"},
+        {"params": [], "name": "adapter"},
+        {"params": model[2].parameters(), "name": "head"},
+    ]
+    return model, groups
+
+
+def test_a_frozen_network_learns_when_it_is_thawed() -> None:
+    model, groups = backbone_and_head()
+    model[0].requires_grad_(False)
+    opt = optim.AdamW(groups, scope="group")
+    before = model[0].weight.clone()
+    losses = train(model, opt, 60)
+    backbone, adapter, head = opt.scales.tolist()
+    assert head > 0
+    assert (backbone, adapter) == (0.0, 0.0)
+    assert torch.equal(model[0].weight, before)
+    model[0].requires_grad_(True)
+    losses += train(model, opt, 60, first=60)
+    assert opt.scales[0] > 0
+    assert opt.scales[1] == 0
+    assert not torch.equal(model[0].weight, before)
+    assert sum(losses[-10:]) < sum(losses[50:60])
+
+
+def test_leaving_with_groups_that_never_moved() -> None:
+    model, groups = backbone_and_head()
+    model[0].requires_grad_(False)
+    opt = optim.AdamW(groups, scope="group", lr=0.5)
+    train(model, opt, 30)
+    head = opt.scales[2].item()
+    plain = demechanize(opt)
+    assert [group["lr"] for group in plain.param_groups] == [0.5 * head] * 3  # the smallest that was learned
+    assert [group["name"] for group in plain.param_groups] == ["backbone", "adapter", "head"]
+    model[0].requires_grad_(True)
+    assert train(model, plain, 20, first=30)[-1] < 1.1
+
+
+def test_a_frozen_networks_scale_does_not_touch_the_others() -> None:
+    """As if the head were all there is."""
+    models = perceptron(), perceptron()
+    for model in models:
+        model[0].requires_grad_(False)
+    opt = optim.AdamW([{"params": m.parameters()} for m in (models[0][0], models[0][2])], scope="group")
+    alone = optim.AdamW(models[1][2].parameters())
+    train(models[0], opt, 20)
+    train(models[1], alone, 20)
+    assert opt.scales[1] == alone.scale
+    assert torch.equal(models[0][2].weight, models[1][2].weight)
+
+
+def test_lightning_with_groups_that_never_moved() -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    from mechanic_plugins.lightning import Mechanic
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.groups = backbone_and_head()
+            self.net[0].requires_grad_(False)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(index))
+            return torch.nn.functional.cross_entropy(self.net(x), (x[:, :3]).argmax(1))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.groups)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(range(100))
+
+    module, callback = Module(), Mechanic(scope="group")
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=callback, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, on workers
+        trainer.fit(module)
+    logged = trainer.callback_metrics
+    assert logged["mechanic/scale/head"] > 0
+    assert logged["mechanic/scale/backbone"] == logged["mechanic/scale/adapter"] == 0
+    plain = demechanize(callback.optimizers[0])
+    assert min(group["lr"] for group in plain.param_groups) > 0
