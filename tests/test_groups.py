@@ -210,3 +210,54 @@ def test_lightning_with_groups_that_never_moved() -> None:
     assert logged["mechanic/scale/backbone"] == logged["mechanic/scale/adapter"] == 0
     plain = demechanize(callback.optimizers[0])
     assert min(group["lr"] for group in plain.param_groups) > 0
+
+
+# -------------------------------------------------------------------- against a sweep of pairs
+
+
+def fine_tuned(build: Any, steps: int = 300) -> tuple[float, Any]:
+    """The training loss on five new digits, of a body that has learned the five others, and a new head."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    x, y = (torch.tensor(part) for part in datasets.load_digits(return_X_y=True))
+    x = (x / 16).float()
+    torch.manual_seed(0)
+    body = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU())
+    optimized(
+        body, torch.nn.Linear(64, 5), x[y < 5], y[y < 5], lambda body, head: plain_pair(body, head, 1e-3, 1e-3), 200
+    )
+    return optimized(body, torch.nn.Linear(64, 5), x[y >= 5], y[y >= 5] - 5, build, steps)
+
+
+def optimized(body: Any, head: Any, x: Any, y: Any, build: Any, steps: int) -> tuple[float, Any]:
+    opt, model = build(body, head), torch.nn.Sequential(body, head)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, steps)
+    for _ in range(steps):
+        rows = torch.randint(len(x), (32,))
+        opt.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        opt.step()
+        scheduler.step()
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(model(x), y)), opt
+
+
+def pair(body: Any, head: Any, *lrs: float) -> list[dict[str, Any]]:
+    return [{"params": part.parameters(), "lr": lr} for part, lr in zip((body, head), lrs, strict=True)]
+
+
+def plain_pair(body: Any, head: Any, *lrs: float) -> Any:
+    return torch.optim.AdamW(pair(body, head, *lrs))
+
+
+@pytest.mark.slow
+def test_a_scale_for_each_network_is_as_good_as_the_best_pair() -> None:
+    """And the pair that was written down does not matter."""
+    grid = (1e-4, 1e-3, 1e-2, 1e-1)
+    best = min(fine_tuned(lambda body, head, a=a, b=b: plain_pair(body, head, a, b))[0] for a in grid for b in grid)
+    found = []
+    for lrs in ((1.0, 1.0), (1.0, 10.0), (0.1, 1e-3)):
+        loss, opt = fine_tuned(lambda body, head, lrs=lrs: optim.AdamW(pair(body, head, *lrs), scope="group"))
+        assert loss < best + 0.02
+        found.append((loss, *(s * lr for s, lr in zip(opt.scales.tolist(), lrs, strict=True))))
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+    assert found[2] == pytest.approx(found[0], rel=0.02)
