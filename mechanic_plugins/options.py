@@ -39,32 +39,36 @@ class _Common(TypedDict, total=False):
     backend: Backend
 
 
-class Options(_Common, total=False):
+class _Betas(TypedDict, total=False):
+    betas: Sequence[float]
+
+
+class _Eps(TypedDict, total=False):
+    eps: float | None
+
+
+class _MechanicBetas(TypedDict, total=False):
+    mechanic_betas: Sequence[float]
+
+
+class _MechanicEps(TypedDict, total=False):
+    mechanic_eps: float | None
+
+
+class Options(_Betas, _Eps, _Common, total=False):
     """The keywords of `mechanize`, for those who pass them on."""
 
-    betas: Sequence[float]
-    eps: float | None
 
-
-class OptionsBesideBetas(_Common, total=False):
+class OptionsBesideBetas(_MechanicBetas, _Eps, _Common, total=False):
     """The same for a class whose own arguments have a `betas`."""
 
-    mechanic_betas: Sequence[float]
-    eps: float | None
 
-
-class OptionsBesideEps(_Common, total=False):
+class OptionsBesideEps(_Betas, _MechanicEps, _Common, total=False):
     """The same for a class whose own arguments have an `eps`."""
 
-    betas: Sequence[float]
-    mechanic_eps: float | None
 
-
-class OptionsBesideBoth(_Common, total=False):
+class OptionsBesideBoth(_MechanicBetas, _MechanicEps, _Common, total=False):
     """The same for a class whose own arguments have both."""
-
-    mechanic_betas: Sequence[float]
-    mechanic_eps: float | None
 
 
 @functools.lru_cache(maxsize=1)

@@ -146,11 +146,11 @@ def test_a_frozen_network_learns_when_it_is_thawed() -> None:
     assert (backbone, adapter) == (0.0, 0.0)
     assert torch.equal(model[0].weight, before)
     model[0].requires_grad_(True)
-    losses += train(model, opt, 60, first=60)
+    losses += train(model, opt, 300, first=60)
     assert opt.scales[0] > 0
     assert opt.scales[1] == 0
     assert not torch.equal(model[0].weight, before)
-    assert sum(losses[-10:]) < sum(losses[50:60])
+    assert sum(losses[-40:]) < sum(losses[20:60])  # the batches are small
 
 
 def test_leaving_with_groups_that_never_moved() -> None:
@@ -215,16 +215,14 @@ def test_lightning_with_groups_that_never_moved() -> None:
 # -------------------------------------------------------------------- against a sweep of pairs
 
 
-def fine_tuned(build: Any, steps: int = 300) -> tuple[float, Any]:
+def fine_tuned(build: Any, steps: int = 200) -> tuple[float, Any]:
     """The training loss on five new digits, of a body that has learned the five others, and a new head."""
     datasets = pytest.importorskip("sklearn.datasets")
     x, y = (torch.tensor(part) for part in datasets.load_digits(return_X_y=True))
     x = (x / 16).float()
     torch.manual_seed(0)
     body = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU())
-    optimized(
-        body, torch.nn.Linear(64, 5), x[y < 5], y[y < 5], lambda body, head: plain_pair(body, head, 1e-3, 1e-3), 200
-    )
+    optimized(body, torch.nn.Linear(64, 5), x[y < 5], y[y < 5], lambda *parts: plain_pair(*parts, 1e-3, 1e-3), 100)
     return optimized(body, torch.nn.Linear(64, 5), x[y >= 5], y[y >= 5] - 5, build, steps)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["LiveGroup", "average", "names_of", "release", "show_scales"]
+__all__ = ["LiveGroup", "Owner", "average", "names_of", "release", "show_scales"]
 
 Group = dict[str, Any]
 

@@ -15,7 +15,8 @@ and moves n coin bettors, one for each beta (Algorithm 1):
 That is `rule="paper"`. The default, `rule="optimistic"`, differs in these ways, each for a reason that was measured:
 
 - A loss (h > 0) counts less than a gain while the learning rate is near its peak, since much of it is noise that the
-  schedule's fall will remove: `loss_weight`.
+  schedule's fall will remove: `loss_weight`. Only the part beyond the usual size counts in full (`USUAL_LOSS`): it is
+  the sign of a run that diverges.
 - sqrt(v) has a floor relative to the longest memory's, instead of an absolute eps: near zero loss h fades away, and a
   bettor with a short memory would raise its bet without limit. So nothing depends on the scale of the loss either.
 - The first bet is placed after `START` gradients, not one, and is measured again as long as the updates grow.
@@ -33,39 +34,29 @@ Everything here is a pure function of tensors. Nothing waits for the device. Vec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mechanic_plugins.core.rules import place_bets
 from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner_state import Sums, TunerState, gradient_count, keep_where
 
 __all__ = [
-    "LOSS_WEIGHT",
     "OUTLIER",
-    "RELATIVE_EPS",
-    "SCALARS",
     "START",
-    "SUMS",
     "WINDOW",
-    "Sums",
-    "TunerState",
+    "Outcome",
     "advance",
-    "column",
+    "decide",
     "delta_factor",
     "gradient_limit",
-    "initial_state",
-    "keep_where",
     "noted",
     "rescale_to_lr",
     "was_outlier",
 ]
 
-LOSS_WEIGHT = 0.1
-"""The optimistic rule: how much a loss counts beside a gain, at the peak of the schedule."""
-RELATIVE_EPS = 1e-3
-"""The optimistic rule: the floor under sqrt(v), as a share of the largest of all bettors."""
 START = 2
 """The optimistic rule: how many gradients come before the first bet."""
 WINDOW = 8
@@ -73,68 +64,66 @@ WINDOW = 8
 OUTLIER = 100.0
 """The optimistic rule: a gradient that much longer than any before it is skipped."""
 
-SUMS = ("dg", "gg", "xx", "dx", "dd")
-"""The five inner products a step needs, of delta (d), gradient (g) and weights (x), in this order."""
+
+class Outcome(NamedTuple):
+    """What came of a step. `applied` is 0-dim, `delta_factor` of shape (tuners, 1)."""
+
+    state: TunerState
+    counters: Tensor
+    applied: Tensor
+    delta_factor: Tensor
 
 
-class Sums(NamedTuple):
-    """The five global inner products, each of shape (tuners, 1)."""
+def decide(
+    state: TunerState, sums: Tensor, counters: Tensor, *, settings: Settings, betas: Tensor, lr: Tensor, hold: bool
+) -> Outcome:
+    """Whether a step is applied, and the tuner after it. `mechanic_plugins.kernels.gpu_tuner` does it in one launch.
 
-    dg: Tensor
-    gg: Tensor
-    xx: Tensor
-    dx: Tensor
-    dd: Tensor
+    A step is skipped, and counted as skipped, where a sum is not finite or the gradient an outlier. One without any
+    gradient is not applied either.
 
-    @classmethod
-    def of(cls, table: Tensor) -> Sums:
-        """From a (tuners, 5) tensor."""
-        return cls(*(column.unsqueeze(-1) for column in table.unbind(-1)))
-
-
-class TunerState(NamedTuple):
-    """All that the tuner remembers.
-
-    `q` and `w0` serve `rule="theory"` alone and are zero elsewhere. `played` is the scale that made the current
-    weights, `h` what the last step saw, `lr` the base's highest learning rate so far, `gradients` the number of
-    those that were not zero, and `longest` the norm of the longest.
+    Args:
+        state: The tuner before the step.
+        sums: The vector of the step, over all parameters of all ranks.
+        counters: Steps applied and steps skipped.
+        settings: The constants, in the units of delta.
+        betas: `settings.betas` on the state's device.
+        lr: The base's learning rate in this step, of shape (tuners, 1).
+        hold: Leave the scale as it is.
     """
-
-    s: Tensor
-    r: Tensor
-    m: Tensor
-    v: Tensor
-    q: Tensor
-    w0: Tensor
-    s_init: Tensor
-    played: Tensor
-    h: Tensor
-    lr: Tensor
-    gradients: Tensor
-    longest: Tensor
-
-
-SCALARS = ("s_init", "played", "h", "lr", "gradients", "longest")
-"""The fields of `TunerState` that hold one number for each tuner."""
-
-
-class _Bets(NamedTuple):
-    s: Tensor
-    r: Tensor
-    m: Tensor
-    v: Tensor
-    q: Tensor
-    w0: Tensor
+    finite = sums.isfinite().all()
+    has_gradients = finite & (gradient_count(sums)[0] > 0)
+    products, longest = Sums.of_vector(sums), state.longest
+    is_outlier = torch.zeros_like(has_gradients)
+    if settings.rule == "optimistic":
+        outliers, remembered = gradient_limit(state.longest, products.gg.sqrt())
+        is_outlier, longest = has_gradients & outliers.any(), torch.where(has_gradients, remembered, longest)
+    fits = finite & ~is_outlier
+    applied = has_gradients & fits
+    counters = counters + torch.stack([applied, ~fits])
+    skipped = state._replace(longest=longest)
+    if applied.device.type == "cpu" and not applied:
+        return Outcome(skipped, counters, applied, torch.ones_like(lr))
+    new, factor = _tuned(state, products, settings=settings, betas=betas, lr=lr, hold=hold)
+    new = new._replace(longest=longest)
+    if applied.device.type != "cpu":
+        new, factor = keep_where(applied, new, skipped), torch.where(applied, factor, 1.0)
+    return Outcome(new, counters, applied, factor)
 
 
-def initial_state(settings: Settings, *, tuners: int, device: torch.device) -> TunerState:
-    """The state before the first step."""
-    n = len(settings.betas)
-    sizes = {name: 1 if name in SCALARS else n for name in TunerState._fields}
-    zeros = {name: torch.zeros(tuners, k, dtype=torch.float64, device=device) for name, k in sizes.items()}
-    if settings.rule in ("experiments", "optax") and settings.s_init != "auto":
-        zeros["s"] += settings.s_init
-    return TunerState(**zeros)
+def _tuned(
+    state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor, lr: Tensor, hold: bool
+) -> tuple[TunerState, Tensor]:
+    """The tuner after a step that is applied, and what delta is multiplied by."""
+    if hold:
+        return noted(state, lr), torch.ones_like(lr)
+    if not settings.own_warmup:
+        state = noted(state, lr)
+        new = advance(state, sums, settings=settings, betas=betas, lr=lr)
+        return new, delta_factor(state, new, hindsight=settings.hindsight)
+    state, sums, lr_ratio = rescale_to_lr(state, sums, lr)
+    new = advance(state, sums, settings=settings, betas=betas, lr=lr)
+    return new, delta_factor(state, new, hindsight=settings.hindsight) / lr_ratio
 
 
 def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor, lr: Tensor) -> TunerState:
@@ -150,7 +139,7 @@ def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor,
     h = _hypergradient(state, sums, s_decay=settings.s_decay)
     gradients = state.gradients + (sums.gg > 0)
     state = state._replace(gradients=gradients, s_init=_initial_scale(state, sums, settings))
-    bets = _bets(state, h, _placed_bet(state, settings), settings, betas, lr)
+    bets = place_bets(state, h, _placed_bet(state, settings), settings, betas, lr)
     s = _capped(bets.s, settings.max_scale)
     played = _next_played(state, s, settings)
     return TunerState(
@@ -171,17 +160,6 @@ def gradient_limit(longest: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
 def was_outlier(longest: Tensor, norm: Tensor) -> Tensor:
     """Whether the longest gradient so far is an outlier beside this one."""
     return (norm > 0) & (longest > OUTLIER * norm)
-
-
-def column(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """One number for each tuner, of shape (tuners, 1), without waiting for the device or copying to it."""
-    cells = (
-        number.to(device, torch.float64).reshape(())
-        if isinstance(number, Tensor)
-        else torch.full((), number, dtype=torch.float64, device=device)
-        for number in numbers
-    )
-    return torch.stack(list(cells)).unsqueeze(1)
 
 
 def rescale_to_lr(state: TunerState, sums: Sums, lr: Tensor) -> tuple[TunerState, Sums, Tensor]:
@@ -215,11 +193,6 @@ def noted(state: TunerState, lr: Tensor) -> TunerState:
     return state._replace(lr=torch.where(lr > state.lr, lr, state.lr))
 
 
-def keep_where(condition: Tensor, new: TunerState, old: TunerState) -> TunerState:
-    """`new` where the condition holds, else `old`: decided on the device."""
-    return TunerState(*(torch.where(condition, a, b) for a, b in zip(new, old, strict=True)))
-
-
 def delta_factor(before: TunerState, after: TunerState, *, hindsight: float) -> Tensor:
     """What delta is multiplied by as the scale changes, so that x = x_ref + scale * delta holds; of shape (tuners, 1).
 
@@ -248,7 +221,7 @@ def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
     measured = settings.first_move * (1 + sums.xx.sqrt()) / sums.dd.sqrt()
     if settings.rule != "optimistic":
         return torch.where(state.s_init > 0, state.s_init, torch.where(sums.dd > 0, measured, 0.0))
-    measured = measured * state.gradients.clamp(min=START) / START
+    measured = measured * state.gradients.clamp(min=START)  # of one update: delta holds that many
     first = measured / (sums.gg.sqrt() / state.longest).clamp(min=1.0)
     may_start = (state.gradients >= START) & (sums.dd > 0) & (sums.gg > 0)
     return torch.where(
@@ -281,81 +254,3 @@ def _capped(s: Tensor, max_scale: float | None) -> Tensor:
     if max_scale is None:
         return s
     return s * (max_scale / s.sum(-1, keepdim=True)).clamp(max=1.0)
-
-
-def _bets(state: TunerState, h: Tensor, bet: Tensor, settings: Settings, betas: Tensor, lr: Tensor) -> _Bets:
-    if settings.rule == "optimistic":
-        return _optimistic(state, h, bet, betas, settings.eps, loss_weight(state, lr))
-    return _RULES[settings.rule](state, h, bet, betas, settings.eps)
-
-
-def loss_weight(state: TunerState, lr: Tensor) -> Tensor:
-    """From LOSS_WEIGHT at the schedule's peak to 1 where the learning rate has fallen to 0."""
-    share = torch.where(state.lr > 0, lr / state.lr, 1.0)
-    return 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1).sqrt()
-
-
-def _optimistic(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float, weight: Tensor) -> _Bets:
-    """Algorithm 1 with a weight on losses and a relative floor under sqrt(v); it remembers nothing before it starts."""
-    n = beta.numel()
-    h = torch.where(state.s_init > 0, h, 0.0)
-    m = torch.maximum(beta * state.m, h.abs())
-    v = beta**2 * state.v + h**2
-    r = (beta * state.r - bet * torch.where(h > 0, weight * h, h)).clamp(min=0)
-    root = v.sqrt()
-    floor = eps + RELATIVE_EPS * root.amax(-1, keepdim=True)
-    s = torch.where(v > 0, (state.s_init * m / n + r) / (root + floor), 0.0)
-    return _Bets(s, r, m, v, state.q, state.w0)
-
-
-_Rule = Callable[[TunerState, Tensor, Tensor, Tensor, float], _Bets]
-
-
-def _paper(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> _Bets:
-    """Algorithm 1. |h| in m is what the paper means: with the sign as printed, a first h < 0 leaves s at 0 for ever."""
-    n = beta.numel()
-    m = torch.maximum(beta * state.m, h.abs())
-    v = beta**2 * state.v + h**2
-    r = (beta * state.r - bet * h).clamp(min=0)
-    s = torch.where(v > 0, (state.s_init * m / n + r) / (v.sqrt() + eps), 0.0)
-    return _Bets(s, r, m, v, state.q, state.w0)
-
-
-def _unclamped(state: TunerState, h: Tensor, h_of_r: Tensor, bet: Tensor, beta: Tensor, eps: float) -> _Bets:
-    n = beta.numel()
-    m = torch.maximum(beta * state.m, h.abs() + eps)
-    v = beta**2 * state.v + h**2
-    r = beta * state.r - bet * h_of_r
-    s = (state.s_init * m / n + r.clamp(min=0)) / (v.sqrt() + eps)
-    return _Bets(s, r, m, v, state.q, state.w0)
-
-
-def _experiments(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> _Bets:
-    """The code of the paper's experiments: s starts at s_init, r may fall below 0 and is clamped in the wealth."""
-    return _unclamped(state, h, h, bet, beta, eps)
-
-
-def _optax(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> _Bets:
-    """optax.contrib: as `experiments`, and the h that is rewarded is clipped to the largest one seen before."""
-    return _unclamped(state, h, torch.clamp(h, -state.m, state.m), bet, beta, eps)
-
-
-def _theory(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> _Bets:
-    """Algorithm 2, for the regret bound.
-
-    q has the sign that the proof uses (as printed, s would be positive only where it loses). The initial wealth is
-    s_init times the first |h| that is not 0: no bet stands before it, so it is a constant of the game.
-    """
-    n = beta.numel()
-    clipped = torch.clamp(h, -state.m, state.m)
-    m = torch.maximum(beta * state.m, h.abs())
-    v = beta**2 * state.v + clipped**2
-    r = beta * state.r - bet * clipped
-    q = beta * state.q - clipped
-    w0 = torch.where(state.w0 > 0, state.w0, state.s_init * m / n)
-    root = (4 * m**2 + v).sqrt()
-    s = torch.where(m > 0, (w0 + r) / (root + eps) * (q / root).clamp(0, 1), 0.0)
-    return _Bets(s, r, m, v, q, w0)
-
-
-_RULES: dict[str, _Rule] = {"paper": _paper, "experiments": _experiments, "optax": _optax, "theory": _theory}

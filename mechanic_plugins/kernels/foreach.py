@@ -1,7 +1,7 @@
 """The two passes over memory that Mechanic adds to a step, by torch operations: the local sums, and the move.
 
 Tensors here are local: a rank's own part of a parameter, never a DTensor. This is the way on CPUs, and for tensors that
-are no plain rows in memory; `mechanic_plugins.kernels.multi_tensor` is the way on a GPU with Triton.
+are no plain rows in memory; `mechanic_plugins.kernels.triton_batch` is the way on a GPU with Triton.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import IndexRange, ParamState, needs_reference
+from mechanic_plugins.core.tuner_state import SUMS, gradient_count, sums_of
 
 __all__ = ["ForeachBatch", "local_sums", "move"]
 
@@ -63,8 +64,8 @@ class ForeachBatch:
         sums = local_sums(param_states, device=out.device)
         if maximize:
             sums[0].neg_()
-        out[5 * tuner_index : 5 * tuner_index + 5].add_(sums, alpha=weight)
-        out[-1].add_(sum(grad is not None for grad in grads))
+        sums_of(out, tuner_index).add_(sums, alpha=weight)
+        gradient_count(out).add_(sum(grad is not None for grad in grads))
 
     def snapshot(self, part: IndexRange, xs: Sequence[Tensor]) -> list[Tensor]:
         """Copies of a part's weights."""
@@ -121,7 +122,7 @@ def _sums(param_states: Sequence[ParamState], *, device: torch.device, at_least:
     dots: list[Tensor] = []
     for param_state in param_states:
         _add_dots(param_state, dots, at_least)
-    return torch.stack(dots).to(device, non_blocking=True).view(-1, 5).sum(0, dtype=torch.float64)
+    return torch.stack(dots).to(device, non_blocking=True).view(-1, len(SUMS)).sum(0, dtype=torch.float64)
 
 
 def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype) -> None:

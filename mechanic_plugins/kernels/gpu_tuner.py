@@ -1,25 +1,28 @@
-"""The tuner's step on a GPU, in one launch: `mechanic_plugins.core.tuner.advance` and whether the step is made."""
+"""The tuner's step on a GPU, in one launch."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core import tuner
+from mechanic_plugins.core import rules, tuner
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner import SCALARS, TunerState, column
+from mechanic_plugins.core.tuner import Outcome
+from mechanic_plugins.core.tuner_state import SCALARS, SUMS, TunerState, column
+from mechanic_plugins.kernels.triton_support import is_capturing
 
-__all__ = ["advance", "constants_of"]
+__all__ = ["constants_of", "decide"]
 
 _VECTORS = len(TunerState._fields) - len(SCALARS)
 _RULES = ("paper", "experiments", "optax", "theory", "optimistic")
 
 
-def advance(
+def decide(
     state: TunerState,
     sums: Tensor,
     counters: Tensor,
@@ -29,25 +32,25 @@ def advance(
     constants: Tensor,
     lrs: Sequence[float | Tensor],
     hold: bool,
-    in_place: bool,
-) -> tuple[TunerState, Tensor, Tensor]:
-    """`tuner.rescale_to_lr` and `tuner.advance` in one launch, with the decision whether the step is made.
+) -> tuple[Outcome, Tensor]:
+    """`mechanic_plugins.core.tuner.decide` in one launch.
+
+    While a CUDA graph is captured, the state and the counters are written over: its replays read them where they were.
 
     Args:
         state: The tuner before the step.
-        sums: Five for each tuner, and the number of gradients.
-        counters: Steps made, and steps skipped.
+        sums: The vector of the step, over all parameters of all ranks.
+        counters: Steps applied and steps skipped.
         settings: The constants, in the units of delta.
         betas: `settings.betas` on the device.
         constants: What `constants_of` says, on the device.
         lrs: The base's learning rate in this step, for each tuner.
-        hold: Leave the tuner as it is.
-        in_place: Write over the state and the counters: what a captured graph needs, which reads them where they were.
+        hold: Leave the scale as it is.
 
     Returns:
-        The next state, the next counters, and for each tuner what `Decision.scales` says.
+        The outcome, and for each tuner what `Decision.scales` says.
     """
-    from mechanic_plugins.kernels import triton_kernels as kernels
+    from mechanic_plugins.kernels.triton_tuner import tuner_kernel
 
     tuners, n = state.s.shape
     width = _width(n)
@@ -56,7 +59,7 @@ def advance(
     lr_column = sums if isinstance(lr, float) else column(lrs, sums.device)
     out = torch.empty(tuners * (width + 4) + 2, dtype=torch.float64, device=sums.device)
     new, scales, new_counters = torch.split(out, [tuners * width, tuners * 4, 2])
-    kernels.tuner_kernel[(tuners,)](
+    tuner_kernel[(tuners,)](
         sums,
         old,
         new,
@@ -68,30 +71,38 @@ def advance(
         lr_column,
         *_halves(lr),
         tuners,
-        RULE=_RULES.index(settings.rule),
-        AUTO=settings.s_init == "auto",
-        SMOOTHING=settings.smoothing != 0,
-        CAPPED=settings.max_scale is not None,
-        FROZEN=hold,
-        HINDSIGHT=settings.hindsight != 1,
-        RESTATES=settings.own_warmup,
         LR_AS_NUMBER=isinstance(lr, float),
-        LOSS_WEIGHT=tuner.LOSS_WEIGHT,
-        RELATIVE_EPS=tuner.RELATIVE_EPS,
-        START=tuner.START,
-        WINDOW=tuner.WINDOW,
-        OUTLIER=tuner.OUTLIER,
-        NUMBERS=_power(tuners * 5 + 1),
+        FROZEN=hold,
+        NUMBERS=_power(tuners * len(SUMS) + 1),
         n=n,
         N=_power(n),
         num_warps=1,
+        **_variant(settings),
     )
-    after = _unpacked(new.view(tuners, width))
-    if not in_place:
-        return after, new_counters, scales.view(tuners, 4)
-    for theirs, ours in zip((*state, counters), (*after, new_counters), strict=True):
-        theirs.copy_(ours)
-    return state, counters, scales.view(tuners, 4)
+    after, table = _unpacked(new.view(tuners, width)), scales.view(tuners, 4)
+    if is_capturing(sums.device):
+        for theirs, ours in zip((*state, counters), (*after, new_counters), strict=True):
+            theirs.copy_(ours)
+        after, new_counters = state, counters
+    return Outcome(after, new_counters, table[0, 2], table[:, 3:]), table
+
+
+def _variant(settings: Settings) -> dict[str, Any]:
+    """What is compiled into the kernel."""
+    return {
+        "RULE": _RULES.index(settings.rule),
+        "AUTO": settings.s_init == "auto",
+        "SMOOTHING": settings.smoothing != 0,
+        "CAPPED": settings.max_scale is not None,
+        "HINDSIGHT": settings.hindsight != 1,
+        "RESTATES": settings.own_warmup,
+        "LOSS_WEIGHT": rules.LOSS_WEIGHT,
+        "USUAL_LOSS": rules.USUAL_LOSS,
+        "RELATIVE_EPS": rules.RELATIVE_EPS,
+        "START": tuner.START,
+        "WINDOW": tuner.WINDOW,
+        "OUTLIER": tuner.OUTLIER,
+    }
 
 
 def constants_of(settings: Settings) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """An optimizer around another one, with a tuner beside it.
 
-All that a checkpoint, a scheduler or a person looks at; `mechanic_plugins.optimizer` adds the step. The wrapped
+All that checkpoints, schedulers and frameworks touch; `mechanic_plugins.optimizer.step` adds the step. The wrapped
 optimizer is held as `base`, and param_groups, state and defaults are its own, so that schedulers, GradScaler, FSDP and
 checkpoint code find what they expect.
 """
@@ -8,13 +8,11 @@ checkpoint code find what they expect.
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -27,16 +25,16 @@ from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.format import holds_tuner
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
-from mechanic_plugins.core.groups import average, names_of, show_scales
+from mechanic_plugins.core.groups import Owner, show_scales
 from mechanic_plugins.core.param_state import DELTA, PREFIX
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
-from mechanic_plugins.kernels.multi_tensor import is_capturing
 from mechanic_plugins.optimizer.skips import Skips
+from mechanic_plugins.optimizer.units import Units
 from mechanic_plugins.passes.plan import zeros_like
 from mechanic_plugins.passes.planner import Backend, check_backend
 
-__all__ = ["Tuner", "Wrapper"]
+__all__ = ["Group", "StateDict", "Wrapper"]
 
 Group = dict[str, Any]
 StateDict = dict[str, Any]
@@ -46,21 +44,8 @@ _LIVE = "_mechanic_live"
 _HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
-class Tuner(NamedTuple):
-    """The tuner's state in units of the base's own learning rate: n-vectors, or one row for each param group."""
-
-    s: Tensor
-    r: Tensor
-    m: Tensor
-    v: Tensor
-    steps: Tensor
-
-
 class Wrapper(Optimizer):
-    """The base, the settings and the tuner.
-
-    `scale` and `tuner` do not wait for the device; `effective_lrs`, `metrics()` and `state_dict()` do.
-    """
+    """The base, the settings and the tuner. `state_dict()` synchronises with the device."""
 
     # GradScaler must unscale and decide by itself: a fused base would skip its own update, but not Mechanic's.
     _step_supports_amp_scaling = False
@@ -94,7 +79,7 @@ class Wrapper(Optimizer):
         """Everything that is not state: rebuilt after unpickling."""
         self._held: dict[str, Progress | None] = {}
         vars(self.base)[_LIVE] = self.settings, self._held
-        self._numbers: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
+        self._units = Units(self.base, self.settings)
         self._dry_state: object = None
         self._is_plain = False
         self._last_lrs: list[Any] | None = None
@@ -102,7 +87,7 @@ class Wrapper(Optimizer):
         for name in _HOOKS:
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
         self._patch_step_function()
-        self._itself: ref[Wrapper] = ref(self)
+        self._itself: Owner = ref(self)
         """Lightning's and Fabric's proxies run these methods with another `self`."""
         show_scales(self.param_groups, self._itself)
 
@@ -161,6 +146,10 @@ class Wrapper(Optimizer):
     def _live(self, progress: Progress | None) -> None:
         self._held["progress"] = progress
 
+    def reread_groups(self) -> None:
+        """Reads the tuner from the param groups at its next use: for engines that replace them."""
+        self._live = None
+
     @property
     def _progress(self) -> Progress:
         """The live tuner, on the parameters' device; read anew where somebody has loaded state or moved the model."""
@@ -199,7 +188,7 @@ class Wrapper(Optimizer):
         settings, held = before or (self.settings, self._held)
         live = held.get("progress")
         if live is not None and live.row_of(self.param_groups[0]) is not None:
-            checkpoint.write(self.param_groups, live, settings, delta_unit=self._delta_unit(live))
+            checkpoint.write(self.param_groups, live, settings, delta_unit=self._units.of_delta(live))
 
     def _hold_tuner(self) -> None:
         """The groups always hold the tuner's keys: loaders look for them there."""
@@ -215,9 +204,9 @@ class Wrapper(Optimizer):
         self._write(self._progress)
 
     def _write(self, progress: Progress) -> None:
-        self._settle_unit(progress)
+        self._units.settle(progress)
         if not self._is_plain:
-            checkpoint.write(self.param_groups, progress, self.settings, delta_unit=self._delta_unit(progress))
+            checkpoint.write(self.param_groups, progress, self.settings, delta_unit=self._units.of_delta(progress))
 
     @contextmanager
     def loading_plain(self) -> Iterator[None]:
@@ -308,118 +297,6 @@ class Wrapper(Optimizer):
         twin.group = self.group
         return twin
 
-    # ---------------------------------------------------------------- units
-
-    def _resolve_unit(self, progress: Progress) -> bool:
-        """Fixes the learning rate that delta is measured in, at the first step made that has one above 0.
-
-        A device decides by itself whether a step is made: the unit holds until somebody has to know, which is when
-        the learning rate turns out to be another one in the next step. One that is a tensor on a GPU is read once.
-        """
-        is_settled = progress.unit_since is None or is_capturing(progress.steps.device)
-        if progress.unit > 0 and (is_settled or any(map(_has_lr_on_device, self.param_groups))):
-            return True
-        peak = max(map(_peak_lr, self.param_groups)) if self.settings.normalize_lr else 1.0
-        if progress.unit != peak:
-            self._settle_unit(progress)
-        if progress.unit == 0 and peak > 0:
-            progress.unit, progress.unit_since = peak, progress.steps.clone()
-        return progress.unit > 0
-
-    def _settle_unit(self, progress: Progress) -> None:
-        """Takes the unit back where no step was made with it. Waits for the device, once in a run."""
-        since, progress.unit_since = progress.unit_since, None
-        if since is not None and not bool(progress.steps > since):
-            progress.unit = 0.0
-
-    def _delta_unit(self, progress: Progress | None = None) -> float:
-        """What one unit of delta is worth in the base's own updates."""
-        unit = (progress or self._progress).unit
-        return (unit or 1.0) if known_bases.is_linear_in_lr(self.base) else 1.0
-
-    def _constants(self, progress: Progress) -> Settings:
-        """The settings, which are stated for a base lr of 1, in the units of delta."""
-        return _at_unit(self.settings, progress.unit or 1.0, self._delta_unit(progress))
-
-    def _on_device(self, numbers: Sequence[float], device: torch.device) -> Tensor:
-        """Constants, copied there once."""
-        key = tuple(numbers), device
-        if key not in self._numbers:
-            self._numbers[key] = torch.tensor(key[0], dtype=torch.float64, device=key[1])
-        return self._numbers[key]
-
-    def _note_lrs(self) -> None:
-        """A scheduler may change the lr before somebody asks for the effective one."""
-        lrs = (group.get("lr") for group in self.param_groups)
-        self._last_lrs = [lr.detach().clone() if isinstance(lr, Tensor) else lr for lr in lrs]
-
-    # ---------------------------------------------------------------- what a person looks at
-
-    @property
-    def scale(self) -> Tensor:
-        """The learned factor on the learning rate, a 0-dim tensor; with `scope="group"` the largest group's."""
-        return self.scales.max()
-
-    @property
-    def scales(self) -> Tensor:
-        """The learned factor of each param group."""
-        played = self._progress.tuner.played[:, 0] / self._delta_unit()
-        return played.expand(len(self.param_groups))
-
-    @property
-    def effective_lrs(self) -> list[float]:
-        """For each group, scale times the lr of the last step: what a plain optimizer's lr would be. Waits."""
-        return [s * float(lr) for s, lr in zip(self.scales.tolist(), self.lrs, strict=True)]
-
-    def get_avg_learning_rate(self) -> float:
-        """The mean of `effective_lrs` over all weights, under the name that ai-toolkit looks for. Waits."""
-        return average(self.effective_lrs, self.param_groups)
-
-    @property
-    def lrs(self) -> list[float | Tensor]:
-        """For each group the lr of the last step, which a scheduler may have changed since; 1 for a base without."""
-        noted = self._last_lrs or []
-        lrs = noted + [group.get("lr") for group in self.param_groups[len(noted) :]]
-        return [1.0 if lr is None else lr for lr in lrs]
-
-    @property
-    def tuner(self) -> Tuner:
-        """The tuner's vectors, in units of the base's own learning rate."""
-        state, unit = self._progress.tuner, self._delta_unit()
-        vectors = (state.s / unit, state.r, state.m * unit, state.v * unit**2)
-        s, r, m, v = vectors if self.settings.scope == "group" else (t[0] for t in vectors)
-        return Tuner(s, r, m, v, self._progress.steps)
-
-    def metrics(self) -> dict[str, float]:
-        """What to log, as python floats. Waits for the device once."""
-        progress, unit = self._progress, self._delta_unit()
-        hs = progress.tuner.h[:, 0] * unit
-        packed = torch.cat([self.scales, hs, torch.stack([progress.steps, progress.skipped])]).tolist()
-        scales, h, (steps, skipped) = packed[: len(self.scales)], packed[len(self.scales) : -2], packed[-2:]
-        lrs = self.effective_lrs
-        metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
-        if len(self.param_groups) > 1:
-            for index, name in enumerate(names_of(self.param_groups)):
-                metrics[f"mechanic/scale/{name}"] = scales[index]
-                metrics[f"mechanic/effective_lr/{name}"] = lrs[index]
-        if skipped:
-            self._warn_of_skips(progress)
-        return {**metrics, "mechanic/steps": steps, "mechanic/skipped_steps": skipped}
-
-    def _warn_of_skips(self, progress: Progress) -> None:
-        steps, skipped = int(progress.steps), int(progress.skipped)
-        text = self._skips.warning(self.param_groups, steps=steps, skipped=skipped)
-        if text is not None:
-            warnings.warn(text, stacklevel=3)
-
-    def freeze(self) -> None:
-        """Holds the scale where it is; training goes on with it."""
-        self._progress.frozen = True
-
-    def unfreeze(self) -> None:
-        """Tunes again, from where the tuner was."""
-        self._progress.frozen = False
-
     def __repr__(self) -> str:
         lines = [f"Mechanic around {type(self.base).__name__} ("]
         for index, group in enumerate(self.param_groups):
@@ -427,20 +304,3 @@ class Wrapper(Optimizer):
             shown = sorted(k for k in group if k != "params" and not k.startswith(PREFIX))
             lines += [f"    {key}: {group[key]}" for key in shown]
         return "\n".join([*lines, f"{self.settings}", ")"])
-
-
-@functools.lru_cache(maxsize=64)
-def _at_unit(settings: Settings, unit: float, delta_unit: float) -> Settings:
-    if delta_unit != unit:
-        settings = settings.at_lr(unit)
-    return settings if settings.max_scale is None else replace(settings, max_scale=settings.max_scale * delta_unit)
-
-
-def _has_lr_on_device(group: Group) -> bool:
-    lr = group.get("initial_lr", group.get("lr"))
-    return isinstance(lr, Tensor) and lr.device.type != "cpu"
-
-
-def _peak_lr(group: Group) -> float:
-    lr = group.get("initial_lr", group.get("lr"))
-    return 1.0 if lr is None else float(lr)

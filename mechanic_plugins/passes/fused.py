@@ -20,14 +20,8 @@ from torch.optim import Optimizer
 from mechanic_plugins.core.param_state import DELTA, REF, IndexRange, ParamState, needs_reference
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.kernels.foreach import ForeachBatch
-from mechanic_plugins.kernels.multi_tensor import (
-    FUSED_PROGRAMS,
-    MOVE_BLOCK,
-    MOVE_WARPS,
-    BaseState,
-    TritonBatch,
-    triton_type,
-)
+from mechanic_plugins.kernels.triton_batch import FUSED_PROGRAMS, MOVE_BLOCK, MOVE_WARPS, BaseState, TritonBatch
+from mechanic_plugins.kernels.triton_support import triton_type
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.passes.plan import Closure, Decision, Group, ParamBatch, Plan
 
@@ -98,7 +92,7 @@ class FusedBatch(ParamBatch):
 
     def apply(self, scales: Tensor, *, unit: float) -> None:
         """Steps the base at lr / unit and plays the scale; where the step is not made, touches nothing."""
-        from mechanic_plugins.kernels import triton_kernels as kernels
+        from mechanic_plugins.kernels import triton_fused as kernels
 
         rows, group, lr = self.tensors, self.group, self.group["lr"]
         whole = IndexRange(0, len(self.params))

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, REF, IndexRange, ParamState, delta_dtype, needs_reference
+from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
 from mechanic_plugins.kernels.foreach import ForeachBatch
-from mechanic_plugins.kernels.multi_tensor import TritonBatch
+from mechanic_plugins.kernels.triton_batch import TritonBatch
 
 __all__ = ["Closure", "Decision", "Entry", "Group", "ParamBatch", "Plan", "complete", "conform", "zeros_like"]
 
@@ -235,7 +236,7 @@ class Plan:
 
     def sums(self, *, tuners: int, device: torch.device) -> Tensor:
         """Five sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up."""
-        out = torch.zeros(5 * tuners + 1, dtype=torch.float64, device=device)
+        out = empty_sums(tuners, device)
         for batch in self.batches:
             batch.add_sums(out)
         return out

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core.param_state import ParamState, needs_reference
+from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import is_dtensor
-from mechanic_plugins.kernels import multi_tensor
+from mechanic_plugins.kernels import triton_support
 from mechanic_plugins.kernels.foreach import ForeachBatch
-from mechanic_plugins.kernels.multi_tensor import Table, TritonBatch
+from mechanic_plugins.kernels.table import Table
+from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.passes import fused
 from mechanic_plugins.passes.any_base import AnyBasePlan
 from mechanic_plugins.passes.fused import FusedBatch, FusedPlan
@@ -51,7 +53,7 @@ class Passes:
 
     def uses_kernels(self, device: torch.device) -> bool:
         """Whether what is on this device is left to Triton."""
-        return self.backend != "foreach" and multi_tensor.can_run(device)
+        return self.backend != "foreach" and triton_support.can_run(device)
 
     def plan(self, key: tuple[int, ...], entries: Callable[[], Sequence[Entry]]) -> Plan:
         """What an earlier step has set up for the parameters with these ids, where it still fits; else a new plan."""
@@ -74,7 +76,7 @@ class Passes:
         fused.prepare(self.base, [entry.param for entry in entries])
         for entry in entries:
             complete(self.base, entry.param, entry.param_state.x)
-        kinds = _in_kinds(entries, multi_tensor.kind_of).values()
+        kinds = _in_kinds(entries, triton_support.kind_of).values()
         return FusedPlan(self.base, entries, [FusedBatch(self.base, part, by_kernels=True) for part in kinds])
 
     def _keep(self, key: tuple[int, ...], plan: AnyPlan) -> AnyPlan:
@@ -83,9 +85,9 @@ class Passes:
 
     def _kind(self, param_state: ParamState) -> tuple[Any, ...]:
         """Whether kernels can walk it, and what else param_states that share launches have in common."""
-        by_kernels = param_state.is_complete() and self.backend != "foreach" and multi_tensor.fits(param_state)
+        by_kernels = param_state.is_complete() and self.backend != "foreach" and triton_support.fits(param_state)
         if by_kernels:
-            return True, *multi_tensor.kind_of(param_state)
+            return True, *triton_support.kind_of(param_state)
         is_first = needs_reference(param_state.x.dtype) and not param_state.is_complete()
         return False, param_state.x.device, param_state.x.dtype, is_first
 
@@ -94,7 +96,7 @@ class Passes:
         if self.backend in ("foreach", "triton") or not entries:
             return False
         possible = fused.can_fuse(self.base) and all(
-            e.param_state.x.dtype in fused.DTYPES and multi_tensor.fits(e.param_state) for e in entries
+            e.param_state.x.dtype in fused.DTYPES and triton_support.fits(e.param_state) for e in entries
         )
         if self.backend == "fused" and not possible:
             raise ValueError(
@@ -106,7 +108,7 @@ class Passes:
 
     def sums(self, entries: Sequence[Entry], *, tuners: int, device: torch.device) -> Tensor:
         """The sums of param_states that an engine put together, which may be others in every step: see `Plan.sums`."""
-        out = torch.zeros(5 * tuners + 1, dtype=torch.float64, device=device)
+        out = empty_sums(tuners, device)
         for kind, part in _in_kinds(entries, self._kind).items():
             param_states, entry = [e.param_state for e in part], part[0]
             rows = TritonBatch(param_states, table=self._table(param_states)) if kind[0] else ForeachBatch(param_states)
@@ -121,7 +123,7 @@ class Passes:
         return out
 
     def _table(self, param_states: Sequence[ParamState]) -> Table:
-        key = multi_tensor.kind_of(param_states[0]), tuple(param_state.x.numel() for param_state in param_states)
+        key = triton_support.kind_of(param_states[0]), tuple(param_state.x.numel() for param_state in param_states)
         if key not in self._tables:
             _remember(self._tables, key, Table(param_states[0].x.device, key[1]))
         return self._tables[key]

@@ -16,21 +16,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mechanic_plugins import mechanize
+from mechanic_plugins.core import tuner
 from mechanic_plugins.core.param_state import DELTA, IndexRange, ParamState, needs_reference
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner import (
-    Sums,
-    advance,
-    column,
-    delta_factor,
-    gradient_limit,
-    initial_state,
-    noted,
-    rescale_to_lr,
-)
+from mechanic_plugins.core.tuner_state import column, initial_state
 from mechanic_plugins.kernels import gpu_tuner
 from mechanic_plugins.kernels.foreach import ForeachBatch
-from mechanic_plugins.kernels.multi_tensor import TritonBatch, kind_of
+from mechanic_plugins.kernels.triton_batch import TritonBatch
+from mechanic_plugins.kernels.triton_support import kind_of
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.passes import any_base
 
@@ -185,7 +178,7 @@ def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
     betas = torch.tensor(chosen.betas, dtype=torch.float64)
     constants = torch.tensor(gpu_tuner.constants_of(chosen), dtype=torch.float64)
     plain = kernel = initial_state(chosen, tuners=tuners, device=CPU)
-    counters = torch.zeros(2, dtype=torch.float64)
+    counted = counters = torch.zeros(2, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for step in range(12):
         lrs: list[float | torch.Tensor] = [0.1 * min(step, 8) + row for row in range(tuners)]
@@ -198,34 +191,19 @@ def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
         vector = torch.cat([sums.flatten(), torch.ones(1, dtype=torch.float64)])
         if step == 6:
             vector[3] = float("nan")
-        before, kept, lr = plain, torch.ones_like(plain.lr), column(lrs, CPU)
-        is_skipped = step == 6 or (step == 10 and rule == "optimistic")
-        if step == 9:  # frozen
-            plain = noted(before, lr)
-        elif not is_skipped:
-            state, known, fall = noted(before, lr), Sums.of(sums), torch.ones_like(lr)
-            if chosen.own_warmup:
-                state, known, fall = rescale_to_lr(before, known, lr)
-            plain = advance(state, known, settings=chosen, betas=betas, lr=lr)
-            kept = delta_factor(state, plain, hindsight=chosen.hindsight) / fall
-        if rule == "optimistic" and step != 6:
-            plain = plain._replace(longest=gradient_limit(before.longest, Sums.of(sums).gg.sqrt())[1])
-        kernel, counters, scales = gpu_tuner.advance(
-            kernel,
-            vector,
-            counters,
-            settings=chosen,
-            betas=betas,
-            constants=constants,
-            lrs=lrs,
-            hold=step == 9,
-            in_place=False,
-        )
-        expected = torch.cat([before.played, plain.played, torch.full_like(kept, float(not is_skipped)), kept], dim=1)
+        before, hold = plain.played, step == 9
+        shared = {"settings": chosen, "betas": betas, "hold": hold}
+        by_torch = tuner.decide(plain, vector, counted, lr=column(lrs, CPU), **shared)
+        by_kernel, scales = gpu_tuner.decide(kernel, vector, counters, lrs=lrs, constants=constants, **shared)
+        plain, counted, kernel, counters = by_torch.state, by_torch.counters, by_kernel.state, by_kernel.counters
+        applied = by_torch.applied.double().expand_as(before)
+        expected = torch.cat([before, plain.played, applied, by_torch.delta_factor], dim=1)
         torch.testing.assert_close(scales, expected, rtol=1e-11, atol=0)
+        is_skipped = step == 6 or (step == 10 and rule == "optimistic")
+        assert bool(by_torch.applied) is not is_skipped
     for name, a, b in zip(plain._fields, plain, kernel, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=0, msg=name)
-    assert counters.tolist() == ([10, 2] if rule == "optimistic" else [11, 1])
+    assert counted.tolist() == counters.tolist() == ([10, 2] if rule == "optimistic" else [11, 1])
 
 
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -8,11 +8,8 @@ to the device only when one of them has changed.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import operator
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,64 +17,17 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import IndexRange, ParamState, delta_dtype, needs_reference
+from mechanic_plugins.core.tuner_state import gradient_count, sums_of
+from mechanic_plugins.kernels.table import COLUMNS, POINTERS, Table
+from mechanic_plugins.kernels.triton_support import ALIGNED, is_capturing, kind_of, lies_like, processors, triton_type
 
-__all__ = ["BaseState", "Table", "TritonBatch", "can_run", "fits", "is_capturing", "kind_of"]
+__all__ = ["BaseState", "TritonBatch"]
 
 SUM_BLOCK, SUM_WARPS, SUM_PROGRAMS = 4096, 8, 4
 MOVE_BLOCK, MOVE_WARPS, MOVE_PROGRAMS = 512, 4, 8
 FUSED_PROGRAMS = 40
 """Elements a block, warps a program, and programs on each of the GPU's processors: what was fastest on an H200."""
 _COLLECT_BLOCK = 1024
-_KEPT_CONSTANTS = 32
-_COLUMNS = 9
-_POINTERS = 6
-"""How many of the columns point to vectors."""
-_ALIGNED = 16
-"""Elements, enough for reading 16 bytes at once: the tensors in a snapshot begin at multiples of it."""
-
-
-def is_interpreted() -> bool:
-    """Triton's interpreter runs the kernels on CPU tensors: for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether the package is installed, without loading it."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def can_run(device: torch.device) -> bool:
-    """Whether the kernels run on this device."""
-    return has_triton() and (device.type == "cuda" or is_interpreted())
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def fits(param_state: ParamState) -> bool:
-    """Whether kernels may walk weights and gradient as one row each."""
-    x, grad = param_state.x, param_state.grad
-    return can_run(x.device) and x.is_floating_point() and _is_row(x) and (grad is None or _lies_like(grad, x))
-
-
-def _is_row(x: Tensor) -> bool:
-    """Dense, in an order that `zeros_like` keeps."""
-    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-
-
-def _lies_like(grad: Tensor, x: Tensor) -> bool:
-    if grad.layout != torch.strided:
-        return False
-    return grad.stride() == x.stride() or (grad.is_contiguous() and x.is_contiguous())
-
-
-def kind_of(param_state: ParamState) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
-    """Slots of one kind share a launch. One of odd length would have all of them read element by element."""
-    gtype = param_state.x.dtype if param_state.grad is None else param_state.grad.dtype
-    return param_state.x.device, param_state.x.dtype, gtype, param_state.x.numel() % _ALIGNED == 0
 
 
 class BaseState(NamedTuple):
@@ -86,65 +36,6 @@ class BaseState(NamedTuple):
     moment1: Tensor | None = None
     moment2: Tensor | None = None
     step: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How a list of tensors is cut into blocks of one size."""
-
-    blocks: Tensor
-    firsts: Tensor
-    starts: list[int]
-    """`firsts` on the host, and the number of blocks behind it."""
-
-    def of(self, part: IndexRange) -> tuple[int, int]:
-        """The first block of a part, and the first one behind it."""
-        return self.starts[part.first], self.starts[part.last]
-
-
-@dataclass
-class Table:
-    """The addresses of one list of tensors, and other small things, on the device."""
-
-    device: torch.device
-    numels: tuple[int, ...]
-    rows: list[int] = field(default_factory=list)
-    pointers: Tensor | None = None
-    tiles: dict[int, Tiles] = field(default_factory=dict)
-    held: list[Any] = field(default_factory=list)
-    """Host memory that a captured graph will read again at each replay."""
-    constants: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
-
-    def constant(self, numbers: tuple[float, ...]) -> Tensor:
-        """Float64 numbers on the device, copied there once."""
-        if numbers not in self.constants:
-            if len(self.constants) > _KEPT_CONSTANTS:
-                self.constants.clear()
-            self.constants[numbers] = self._on_device(torch.tensor(numbers, dtype=torch.float64))
-        return self.constants[numbers]
-
-    def tiled(self, size: int) -> Tiles:
-        if size not in self.tiles:
-            counts = [-(-numel // size) for numel in self.numels]
-            starts = [0, *accumulate(counts)]
-            index = torch.arange(len(counts), dtype=torch.int32)
-            blocks, firsts = index.repeat_interleave(torch.tensor(counts)), torch.tensor(starts[:-1])
-            self.tiles[size] = Tiles(self._on_device(blocks), self._on_device(firsts), starts)
-        return self.tiles[size]
-
-    def point_to(self, rows: list[int]) -> Tensor:
-        if self.pointers is None or rows != self.rows:
-            self.pointers = self._on_device(torch.tensor(rows, dtype=torch.int64))
-            self.rows = rows
-        return self.pointers
-
-    def _on_device(self, host: Tensor) -> Tensor:
-        if self.device.type != "cuda":
-            return host
-        pinned = host.pin_memory()  # torch keeps pinned memory until the copy has read it
-        if is_capturing(self.device):
-            self.held.append(pinned)
-        return pinned.to(self.device, non_blocking=True)
 
 
 class TritonBatch:
@@ -167,7 +58,7 @@ class TritonBatch:
         self.numels = tuple(param_state.x.numel() for param_state in param_states)
         self.sizes = [param_state.x.numel() * param_state.x.element_size() for param_state in param_states]
         self.table = Table(self.device, self.numels) if table is None else table
-        self.places = [0, *accumulate(-(-numel // _ALIGNED) * _ALIGNED for numel in self.numels)]
+        self.places = [0, *accumulate(-(-numel // ALIGNED) * ALIGNED for numel in self.numels)]
         self.is_aligned = False
         self.gradients = 0
         self._index = param_states[0].x.get_device()
@@ -197,9 +88,9 @@ class TritonBatch:
         if not (self._are_as_before(xs) and self._fit(present, grads, xs)):
             return False
         rows = list(self._rows)
-        rows[::_COLUMNS] = addresses = [x.data_ptr() for x in xs]
-        rows[1::_COLUMNS] = of_grads = [0 if grad is None else grad.data_ptr() for grad in grads]
-        if addresses != self._rows[::_COLUMNS]:
+        rows[::COLUMNS] = addresses = [x.data_ptr() for x in xs]
+        rows[1::COLUMNS] = of_grads = [0 if grad is None else grad.data_ptr() for grad in grads]
+        if addresses != self._rows[::COLUMNS]:
             self._left = None
         self._rows = rows
         self._versions = [x._version for x in xs]
@@ -225,7 +116,7 @@ class TritonBatch:
             return False
         if len(present) == len(xs) and [grad.stride() for grad in present] == self._strides:
             return True
-        return all(grad is None or _lies_like(grad, x) for grad, x in zip(grads, xs, strict=True))
+        return all(grad is None or lies_like(grad, x) for grad, x in zip(grads, xs, strict=True))
 
     @property
     def pointers(self) -> Tensor:
@@ -253,8 +144,8 @@ class TritonBatch:
             partial if norms is None else norms,
             0 if norms is None else len(norms),
             self.table.constant((weight, float(self.gradients))),
-            here[5 * tuner_index : 5 * tuner_index + 5],
-            here[-1:],
+            sums_of(here, tuner_index),
+            gradient_count(here),
             NORMS_APART=norms is not None,
             MAXIMIZE=maximize,
             SIZE=_COLLECT_BLOCK,
@@ -266,7 +157,7 @@ class TritonBatch:
     def _partial_sums(self, *, norms: bool) -> Tensor:
         """Five partial sums for each program; without `norms`, x is not read and the last three are left out."""
         tiles = self.table.tiled(SUM_BLOCK)
-        programs = min(tiles.starts[-1], SUM_PROGRAMS * _processors(self.device))
+        programs = min(tiles.starts[-1], SUM_PROGRAMS * processors(self.device))
         out = torch.empty(programs, 5, dtype=self.acc, device=self.device)
         if programs:
             _kernels().sums_kernel[(programs,)](
@@ -290,7 +181,7 @@ class TritonBatch:
         tiles = self.table.tiled(SUM_BLOCK)
         first, last = tiles.of(part)
         if last > first:
-            _kernels().snapshot_kernel[(min(last - first, SUM_PROGRAMS * _processors(self.device)),)](
+            _kernels().snapshot_kernel[(min(last - first, SUM_PROGRAMS * processors(self.device)),)](
                 self.pointers,
                 tiles.blocks,
                 tiles.firsts,
@@ -363,7 +254,7 @@ class TritonBatch:
 
     def _follow(self, part: IndexRange, xs: Sequence[Tensor]) -> None:
         """A base may put new tensors in its parameters' place instead of writing into them."""
-        here = slice(part.first * _COLUMNS, part.last * _COLUMNS, _COLUMNS)
+        here = slice(part.first * COLUMNS, part.last * COLUMNS, COLUMNS)
         addresses = [x.data_ptr() for x in xs]
         if addresses != self._rows[here]:
             self._rows = list(self._rows)
@@ -376,7 +267,7 @@ class TritonBatch:
         key = tuple(parts)
         if key not in self._norms:
             ranges = map(self.table.tiled(MOVE_BLOCK).of, parts)
-            each = [min(last - first, programs * _processors(self.device)) for first, last in ranges]
+            each = [min(last - first, programs * processors(self.device)) for first, last in ranges]
             norms = torch.zeros(sum(each), 3, dtype=self.acc, device=self.device)
             self._norms[key] = norms, dict(zip(parts, torch.split(norms, each), strict=True))
         self._last_norms, self.targets = self._norms[key]
@@ -401,26 +292,13 @@ _NOTHING = BaseState()
 def _ored(rows: Sequence[int]) -> int:
     """All pointers to vectors in one number: what its last bits say holds for each."""
     bits = 0
-    for column in range(_POINTERS):
-        bits |= functools.reduce(operator.or_, rows[column::_COLUMNS], 0)
+    for column in range(POINTERS):
+        bits |= functools.reduce(operator.or_, rows[column::COLUMNS], 0)
     return bits
 
 
 def _kernels() -> Any:
     """Imported in the first launch: whoever has no GPU never loads Triton."""
-    from mechanic_plugins.kernels import triton_kernels
+    from mechanic_plugins.kernels import triton_passes
 
-    return triton_kernels
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@functools.cache
-def triton_type(dtype: torch.dtype) -> Any:
-    """Triton's name of a torch dtype."""
-    import triton.language as tl
-
-    return getattr(tl, str(dtype).removeprefix("torch."))
+    return triton_passes

@@ -1,0 +1,116 @@
+"""The rules by which the bettors move, given h: one function for each, all with one signature.
+
+`_paper` is Algorithm 1. See `mechanic_plugins.core.tuner` for the letters and for what the default changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner_state import TunerState
+
+__all__ = ["LOSS_WEIGHT", "RELATIVE_EPS", "USUAL_LOSS", "Bets", "loss_weight", "place_bets"]
+
+LOSS_WEIGHT = 0.1
+"""The optimistic rule: how much a loss counts beside a gain, at the peak of the schedule."""
+USUAL_LOSS = 0.3
+"""The optimistic rule: a loss beyond this share of the largest |h| so far counts in full: a run may be diverging."""
+RELATIVE_EPS = 1e-3
+"""The optimistic rule: the floor under sqrt(v), as a share of the largest of all bettors."""
+
+
+class Bets(NamedTuple):
+    """The fields of `TunerState` that a rule moves."""
+
+    s: Tensor
+    r: Tensor
+    m: Tensor
+    v: Tensor
+    q: Tensor
+    w0: Tensor
+
+
+def place_bets(state: TunerState, h: Tensor, bet: Tensor, settings: Settings, betas: Tensor, lr: Tensor) -> Bets:
+    """The bettors after a step that saw `h`, where `bet` is what each of them had placed."""
+    if settings.rule == "optimistic":
+        return _optimistic(state, h, bet, betas, settings.eps, loss_weight(state, lr))
+    return _RULES[settings.rule](state, h, bet, betas, settings.eps)
+
+
+def loss_weight(state: TunerState, lr: Tensor) -> Tensor:
+    """From LOSS_WEIGHT at the schedule's peak to 1 where the learning rate has fallen to 0."""
+    share = torch.where(state.lr > 0, lr / state.lr, 1.0)
+    return 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1).sqrt().sqrt()
+
+
+def _optimistic(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float, weight: Tensor) -> Bets:
+    """Algorithm 1 with a weight on losses and a relative floor under sqrt(v); it remembers nothing before it starts."""
+    n = beta.numel()
+    h = torch.where(state.s_init > 0, h, 0.0)
+    m = torch.maximum(beta * state.m, h.abs())
+    v = beta**2 * state.v + h**2
+    usual = USUAL_LOSS * state.m.amax(-1, keepdim=True)
+    judged = torch.where(h > 0, weight * torch.minimum(h, usual) + (h - usual).clamp(min=0), h)
+    r = (beta * state.r - bet * judged).clamp(min=0)
+    root = v.sqrt()
+    floor = eps + RELATIVE_EPS * root.amax(-1, keepdim=True)
+    s = torch.where(v > 0, (state.s_init * m / n + r) / (root + floor), 0.0)
+    return Bets(s, r, m, v, state.q, state.w0)
+
+
+_Rule = Callable[[TunerState, Tensor, Tensor, Tensor, float], Bets]
+
+
+def _paper(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> Bets:
+    """Algorithm 1. |h| in m is what the paper means: with the sign as printed, a first h < 0 leaves s at 0 for ever."""
+    n = beta.numel()
+    m = torch.maximum(beta * state.m, h.abs())
+    v = beta**2 * state.v + h**2
+    r = (beta * state.r - bet * h).clamp(min=0)
+    s = torch.where(v > 0, (state.s_init * m / n + r) / (v.sqrt() + eps), 0.0)
+    return Bets(s, r, m, v, state.q, state.w0)
+
+
+def _unclamped(state: TunerState, h: Tensor, h_of_r: Tensor, bet: Tensor, beta: Tensor, eps: float) -> Bets:
+    n = beta.numel()
+    m = torch.maximum(beta * state.m, h.abs() + eps)
+    v = beta**2 * state.v + h**2
+    r = beta * state.r - bet * h_of_r
+    s = (state.s_init * m / n + r.clamp(min=0)) / (v.sqrt() + eps)
+    return Bets(s, r, m, v, state.q, state.w0)
+
+
+def _experiments(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> Bets:
+    """The code of the paper's experiments: s starts at s_init, r may fall below 0 and is clamped in the wealth."""
+    return _unclamped(state, h, h, bet, beta, eps)
+
+
+def _optax(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> Bets:
+    """optax.contrib: as `experiments`, and the h that is rewarded is clipped to the largest one seen before."""
+    return _unclamped(state, h, torch.clamp(h, -state.m, state.m), bet, beta, eps)
+
+
+def _theory(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float) -> Bets:
+    """Algorithm 2, for the regret bound.
+
+    q has the sign that the proof uses (as printed, s would be positive only where it loses). The initial wealth is
+    s_init times the first |h| that is not 0: no bet stands before it, so it is a constant of the game.
+    """
+    n = beta.numel()
+    clipped = torch.clamp(h, -state.m, state.m)
+    m = torch.maximum(beta * state.m, h.abs())
+    v = beta**2 * state.v + clipped**2
+    r = beta * state.r - bet * clipped
+    q = beta * state.q - clipped
+    w0 = torch.where(state.w0 > 0, state.w0, state.s_init * m / n)
+    root = (4 * m**2 + v).sqrt()
+    s = torch.where(m > 0, (w0 + r) / (root + eps) * (q / root).clamp(0, 1), 0.0)
+    return Bets(s, r, m, v, q, w0)
+
+
+_RULES: dict[str, _Rule] = {"paper": _paper, "experiments": _experiments, "optax": _optax, "theory": _theory}

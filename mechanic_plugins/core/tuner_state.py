@@ -1,0 +1,125 @@
+"""What the tuner sees and remembers, and how both lie in memory.
+
+A step's sums are one float64 vector: five inner products for each tuner, then the number of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core.settings import Settings
+
+__all__ = [
+    "SCALARS",
+    "SUMS",
+    "Sums",
+    "TunerState",
+    "column",
+    "empty_sums",
+    "gradient_count",
+    "initial_state",
+    "keep_where",
+    "sums_of",
+    "with_scaled_gradients",
+]
+
+SUMS = ("dg", "gg", "xx", "dx", "dd")
+"""The five inner products a step needs, of delta (d), gradient (g) and weights (x), in this order."""
+
+
+class Sums(NamedTuple):
+    """The five global inner products, each of shape (tuners, 1)."""
+
+    dg: Tensor
+    gg: Tensor
+    xx: Tensor
+    dx: Tensor
+    dd: Tensor
+
+    @classmethod
+    def of(cls, table: Tensor) -> Sums:
+        """From a (tuners, 5) tensor."""
+        return cls(*(column.unsqueeze(-1) for column in table.unbind(-1)))
+
+    @classmethod
+    def of_vector(cls, vector: Tensor) -> Sums:
+        """From the vector of a step."""
+        return cls.of(vector[:-1].view(-1, len(SUMS)))
+
+
+def empty_sums(tuners: int, device: torch.device) -> Tensor:
+    """The vector of a step before anything was added to it."""
+    return torch.zeros(len(SUMS) * tuners + 1, dtype=torch.float64, device=device)
+
+
+def sums_of(vector: Tensor, tuner_index: int) -> Tensor:
+    """One tuner's inner products, as a view."""
+    return vector[len(SUMS) * tuner_index : len(SUMS) * (tuner_index + 1)]
+
+
+def gradient_count(vector: Tensor) -> Tensor:
+    """How many gradients there are, as a view."""
+    return vector[-1:]
+
+
+def with_scaled_gradients(vector: Tensor, factor: Tensor) -> Tensor:
+    """The vector of a step whose gradients are all multiplied by `factor`: dg is linear in them, gg quadratic."""
+    one = torch.ones_like(factor)
+    powers = torch.stack([{"dg": factor, "gg": factor**2}.get(name, one) for name in SUMS])
+    return torch.cat([(vector[:-1].view(-1, len(SUMS)) * powers).flatten(), gradient_count(vector)])
+
+
+class TunerState(NamedTuple):
+    """All that the tuner remembers.
+
+    `q` and `w0` serve `rule="theory"` alone and are zero elsewhere. `played` is the scale that made the current
+    weights, `h` what the last step saw, `lr` the base's highest learning rate so far, `gradients` the number of
+    those that were not zero, and `longest` the norm of the longest.
+    """
+
+    s: Tensor
+    r: Tensor
+    m: Tensor
+    v: Tensor
+    q: Tensor
+    w0: Tensor
+    s_init: Tensor
+    played: Tensor
+    h: Tensor
+    lr: Tensor
+    gradients: Tensor
+    longest: Tensor
+
+
+SCALARS = ("s_init", "played", "h", "lr", "gradients", "longest")
+"""The fields of `TunerState` that hold one number for each tuner."""
+
+
+def initial_state(settings: Settings, *, tuners: int, device: torch.device) -> TunerState:
+    """The state before the first step."""
+    n = len(settings.betas)
+    sizes = {name: 1 if name in SCALARS else n for name in TunerState._fields}
+    zeros = {name: torch.zeros(tuners, k, dtype=torch.float64, device=device) for name, k in sizes.items()}
+    if settings.rule in ("experiments", "optax") and settings.s_init != "auto":
+        zeros["s"] += settings.s_init
+    return TunerState(**zeros)
+
+
+def column(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """One number for each tuner, of shape (tuners, 1), without waiting for the device or copying to it."""
+    cells = (
+        number.to(device, torch.float64).reshape(())
+        if isinstance(number, Tensor)
+        else torch.full((), number, dtype=torch.float64, device=device)
+        for number in numbers
+    )
+    return torch.stack(list(cells)).unsqueeze(1)
+
+
+def keep_where(condition: Tensor, new: TunerState, old: TunerState) -> TunerState:
+    """`new` where the condition holds, else `old`: decided on the device."""
+    return TunerState(*(torch.where(condition, a, b) for a, b in zip(new, old, strict=True)))

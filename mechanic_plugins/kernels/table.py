@@ -1,0 +1,79 @@
+"""The table of pointers that the kernels read, and how its tensors are cut into blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core.param_state import IndexRange
+from mechanic_plugins.kernels.triton_support import is_capturing
+
+__all__ = ["COLUMNS", "POINTERS", "Table", "Tiles"]
+
+COLUMNS = 9
+POINTERS = 6
+"""How many of the columns point to vectors."""
+_KEPT_CONSTANTS = 32
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a list of tensors is cut into blocks of one size."""
+
+    blocks: Tensor
+    firsts: Tensor
+    starts: list[int]
+    """`firsts` on the host, and the number of blocks behind it."""
+
+    def of(self, part: IndexRange) -> tuple[int, int]:
+        """The first block of a part, and the first one behind it."""
+        return self.starts[part.first], self.starts[part.last]
+
+
+@dataclass
+class Table:
+    """The addresses of one list of tensors, and other small things, on the device."""
+
+    device: torch.device
+    numels: tuple[int, ...]
+    rows: list[int] = field(default_factory=list)
+    pointers: Tensor | None = None
+    tiles: dict[int, Tiles] = field(default_factory=dict)
+    held: list[Any] = field(default_factory=list)
+    """Host memory that a captured graph will read again at each replay."""
+    constants: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
+
+    def constant(self, numbers: tuple[float, ...]) -> Tensor:
+        """Float64 numbers on the device, copied there once."""
+        if numbers not in self.constants:
+            if len(self.constants) > _KEPT_CONSTANTS:
+                self.constants.clear()
+            self.constants[numbers] = self._on_device(torch.tensor(numbers, dtype=torch.float64))
+        return self.constants[numbers]
+
+    def tiled(self, size: int) -> Tiles:
+        if size not in self.tiles:
+            counts = [-(-numel // size) for numel in self.numels]
+            starts = [0, *accumulate(counts)]
+            index = torch.arange(len(counts), dtype=torch.int32)
+            blocks, firsts = index.repeat_interleave(torch.tensor(counts)), torch.tensor(starts[:-1])
+            self.tiles[size] = Tiles(self._on_device(blocks), self._on_device(firsts), starts)
+        return self.tiles[size]
+
+    def point_to(self, rows: list[int]) -> Tensor:
+        if self.pointers is None or rows != self.rows:
+            self.pointers = self._on_device(torch.tensor(rows, dtype=torch.int64))
+            self.rows = rows
+        return self.pointers
+
+    def _on_device(self, host: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return host
+        pinned = host.pin_memory()  # torch keeps pinned memory until the copy has read it
+        if is_capturing(self.device):
+            self.held.append(pinned)
+        return pinned.to(self.device, non_blocking=True)

@@ -1,0 +1,141 @@
+"""The base's update and Mechanic's move in one GPU kernel, for Adam, AdamW, SGD and Lion."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mechanic_plugins.kernels.triton_passes import (
+    _COLUMNS,
+    _DELTA,
+    _GRAD,
+    _MOMENT1,
+    _MOMENT2,
+    _STEP,
+    _X,
+    _place,
+    _pointer,
+    _rounded,
+    _store_norms,
+)
+
+
+@triton.jit
+def adam_steps_kernel(table, count, scales, constants, corrections, SIZE: tl.constexpr):
+    """Counts the step, where it is made, and takes Adam's bias corrections in float64."""
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = index < count
+    row = table + index.to(tl.int64) * _COLUMNS
+    used = inside & (tl.load(row + _GRAD, inside, 0) != 0)
+    pointer = tl.load(row + _STEP, used, 0).to(tl.pointer_type(tl.float32))
+    step = tl.load(pointer, used, 0.0) + tl.load(scales + 2).to(tl.float32)
+    tl.store(pointer, step, used)
+    exponent = tl.maximum(step, 1.0).to(tl.float64)
+    first = 1.0 - tl.exp(exponent * tl.load(constants + 0))
+    second = tl.sqrt(1.0 - tl.exp(exponent * tl.load(constants + 1)))
+    tl.store(corrections + index * 2, first.to(tl.float32), inside)
+    tl.store(corrections + index * 2 + 1, second.to(tl.float32), inside)
+
+
+@triton.jit
+def _adam(row, at, mask, index, x, g, corrections, lr, wd, beta1, beta2, eps, mtype: tl.constexpr,
+          DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    place1 = _pointer(row, _MOMENT1, mtype, ALIGNED) + at
+    place2 = _pointer(row, _MOMENT2, mtype, ALIGNED) + at
+    first = tl.load(place1, mask, 0.0).to(tl.float32)
+    second = tl.load(place2, mask, 0.0).to(tl.float32)
+    if not DECOUPLED:
+        g += wd * x
+    first = first + (1.0 - beta1) * (g - first)
+    second = beta2 * second + (1.0 - beta2) * g * g
+    tl.store(place1, first.to(mtype), mask)
+    tl.store(place2, second.to(mtype), mask)
+    correction1 = tl.load(corrections + index * 2)
+    correction2 = tl.load(corrections + index * 2 + 1)
+    u = -(lr / correction1) * first / (tl.sqrt(second) / correction2 + eps)
+    if DECOUPLED:
+        u -= lr * wd * x
+    return u
+
+
+@triton.jit
+def _sgd(row, at, mask, x, g, lr, wd, momentum, mtype: tl.constexpr, MOMENTUM: tl.constexpr,
+         NESTEROV: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    g += wd * x
+    if MOMENTUM:
+        place = _pointer(row, _MOMENT1, mtype, ALIGNED) + at
+        buffer = tl.load(place, mask, 0.0).to(tl.float32)
+        buffer = momentum * buffer + g
+        tl.store(place, buffer.to(mtype), mask)
+        if NESTEROV:
+            g += momentum * buffer
+        else:
+            g = buffer
+    return -lr * g
+
+
+@triton.jit
+def _lion(row, at, mask, x, g, lr, wd, beta1, beta2, mtype: tl.constexpr, ALIGNED: tl.constexpr):
+    place = _pointer(row, _MOMENT1, mtype, ALIGNED) + at
+    average = tl.load(place, mask, 0.0).to(tl.float32)
+    direction = average + (1.0 - beta1) * (g - average)
+    average = average + (1.0 - beta2) * (g - average)
+    tl.store(place, average.to(mtype), mask)
+    sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, 0.0))
+    return -lr * (sign + wd * x)
+
+
+@triton.jit
+def fused_kernel(
+    table, blocks, firsts, count, scales, norms, corrections, lr, lr_factor, wd, a, b, c, LR_IS_TENSOR: tl.constexpr,
+    KIND: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+    xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr,
+    LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The base's update and Mechanic's move in one pass. a, b and c are the base's own constants.
+
+    Where the step is not made (a gradient somewhere is not finite) nothing is written but the norms.
+    """
+    is_made = tl.load(scales + 2).to(tl.int32) != 0
+    before = tl.load(scales + 0).to(tl.float32)
+    step = (tl.load(scales + 1) * tl.load(scales + 3) - tl.load(scales + 0)).to(tl.float32)
+    after = tl.load(scales + 1).to(tl.float32)
+    kept = tl.load(scales + 3).to(tl.float32)
+    if LR_IS_TENSOR:
+        lr = tl.load(lr).to(tl.float32) * lr_factor
+    xx = tl.zeros([SIZE], tl.float32)
+    dx = tl.zeros([SIZE], tl.float32)
+    dd = tl.zeros([SIZE], tl.float32)
+    for block in range(tl.program_id(0), count, tl.num_programs(0)):
+        row, at, mask = _place(table, blocks, firsts, block, ALIGNED, SIZE)
+        place = _pointer(row, _X, xtype, ALIGNED) + at
+        delta = _pointer(row, _DELTA, tl.float32, ALIGNED) + at
+        x = tl.load(place, mask, 0.0).to(tl.float32)
+        d = tl.load(delta, mask, 0.0)
+        moved = mask & is_made
+        used = moved & (tl.load(row + _GRAD) != 0)
+        g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, used, 0.0).to(tl.float32)
+        if MAXIMIZE:
+            g = -g
+        index = tl.load(blocks + block)
+        if KIND == 0:
+            u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, False, ALIGNED)
+        elif KIND == 1:
+            u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, True, ALIGNED)
+        elif KIND == 2:
+            u = _sgd(row, at, used, x, g, lr, wd, a, mtype, MOMENTUM, NESTEROV, ALIGNED)
+        else:
+            u = _lion(row, at, used, x, g, lr, wd, a, b, mtype, ALIGNED)
+        u = tl.where(used, u, 0.0)
+        if LOW:
+            played, d = _rounded(row, at, moved, x, d, u, before, after, kept, xtype, ALIGNED)
+        else:
+            played = x + (step * d + after * u)
+            d = kept * d + u
+        tl.store(place, played, moved)
+        tl.store(delta, d, moved)
+        x = tl.where(moved, played.to(tl.float32), x)
+        xx += x * x
+        dx += d * x
+        dd += d * d
+    _store_norms(norms, xx, dx, dd)

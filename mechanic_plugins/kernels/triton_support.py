@@ -1,0 +1,77 @@
+"""Where the Triton kernels can run, and on which tensors. Loads Triton only when a kernel is launched."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core.param_state import ParamState
+
+__all__ = ["ALIGNED", "can_run", "fits", "is_capturing", "kind_of", "lies_like", "processors", "triton_type"]
+
+ALIGNED = 16
+"""Elements, enough for reading 16 bytes at once: the tensors in a snapshot begin at multiples of it."""
+
+
+def is_interpreted() -> bool:
+    """Triton's interpreter runs the kernels on CPU tensors: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the package is installed, without loading it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def can_run(device: torch.device) -> bool:
+    """Whether the kernels run on this device."""
+    return has_triton() and (device.type == "cuda" or is_interpreted())
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def fits(param_state: ParamState) -> bool:
+    """Whether kernels may walk weights and gradient as one row each."""
+    x, grad = param_state.x, param_state.grad
+    return can_run(x.device) and x.is_floating_point() and _is_row(x) and (grad is None or lies_like(grad, x))
+
+
+def _is_row(x: Tensor) -> bool:
+    """Dense, in an order that `zeros_like` keeps."""
+    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+
+
+def lies_like(grad: Tensor, x: Tensor) -> bool:
+    """Whether kernels may walk both side by side."""
+    if grad.layout != torch.strided:
+        return False
+    return grad.stride() == x.stride() or (grad.is_contiguous() and x.is_contiguous())
+
+
+def kind_of(param_state: ParamState) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
+    """Slots of one kind share a launch. One of odd length would have all of them read element by element."""
+    gtype = param_state.x.dtype if param_state.grad is None else param_state.grad.dtype
+    return param_state.x.device, param_state.x.dtype, gtype, param_state.x.numel() % ALIGNED == 0
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
+def triton_type(dtype: torch.dtype) -> Any:
+    """Triton's name of a torch dtype."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))

@@ -1,0 +1,195 @@
+"""The tuner's step as one GPU kernel: `mechanic_plugins.core.tuner` in Triton's dialect."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tuner_kernel(
+    sums, old, new, betas, constants, counters, new_counters, scales, lrs, lr_high, lr_low, tuners,
+    RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
+    HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, LR_AS_NUMBER: tl.constexpr,
+    LOSS_WEIGHT: tl.constexpr, USUAL_LOSS: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr,
+    WINDOW: tl.constexpr, OUTLIER: tl.constexpr,
+    NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """`rescale_to_lr` and `advance` of `mechanic_plugins.core.tuner`, a tuner a program, and whether the step is made.
+
+    A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played, h, lr, gradients and longest. `lrs` has
+    the base's lr of each tuner, or the two halves are that of the only one. `counters` holds steps and skipped.
+    `scales` gets, for each tuner, before, after, whether the step is made and what delta is multiplied by.
+    """
+    program = tl.program_id(0)
+    every = tl.arange(0, NUMBERS)
+    seen = tl.load(sums + every, every < tuners * 5 + 1, 0.0)
+    is_finite = tl.sum(tl.where(seen - seen == 0, 0, 1)) == 0
+    has_gradients = is_finite & (tl.load(sums + tuners * 5) > 0)
+    width: tl.constexpr = 6 * n + 6
+    outliers = tl.zeros_like(every)
+    if RULE == 4:  # optimistic
+        norms = tl.sqrt(tl.where(is_finite, tl.load(sums + every * 5 + 1, every < tuners, 0.0), 0.0))
+        longests = tl.load(old + every * width + 6 * n + 5, every < tuners, 0.0)
+        outliers = tl.where((longests > 0) & (norms > OUTLIER * longests), 1, 0)
+    is_outlier = has_gradients & (tl.sum(outliers) > 0)
+    old += program * width
+    new += program * width
+    longest = tl.load(old + 6 * n + 5)
+    squares = tl.load(sums + program * 5 + 1)
+    norm = tl.sqrt(tl.where(is_finite, squares, 0.0))
+    made = has_gradients & (is_outlier == 0)
+    if program == 0:
+        tl.store(new_counters + 0, tl.load(counters + 0) + tl.where(made, 1.0, 0.0))
+        tl.store(new_counters + 1, tl.load(counters + 1) + tl.where(is_finite & (is_outlier == 0), 0.0, 1.0))
+    remembered = longest
+    if RULE == 4:
+        mine = (longest > 0) & (norm > OUTLIER * longest)
+        remembered = tl.where(mine, 10.0 * longest, tl.maximum(0.999 * longest, norm))
+    tl.store(new + 6 * n + 5, tl.where(has_gradients, remembered, longest))
+    scales += program * 4
+    lane = tl.arange(0, N)
+    inside = lane < n
+    s = tl.load(old + lane, inside, 0.0)
+    r = tl.load(old + n + lane, inside, 0.0)
+    m = tl.load(old + 2 * n + lane, inside, 0.0)
+    v = tl.load(old + 3 * n + lane, inside, 0.0)
+    q = tl.load(old + 4 * n + lane, inside, 0.0)
+    w0 = tl.load(old + 5 * n + lane, inside, 0.0)
+    s_init = tl.load(old + 6 * n)
+    played = tl.load(old + 6 * n + 1)
+    last_h = tl.load(old + 6 * n + 2)
+    last_lr = tl.load(old + 6 * n + 3)
+    count = tl.load(old + 6 * n + 4)
+    beta = tl.load(betas + lane, inside, 0.5)
+    s_decay = tl.load(constants + 0)
+    eps = tl.load(constants + 1)
+    sums += program * 5
+    dg = tl.load(sums)
+    gg = tl.load(sums + 1)
+    xx = tl.load(sums + 2)
+    dx = tl.load(sums + 3)
+    dd = tl.load(sums + 4)
+
+    was_s, was_m, was_v, was_init, was_played, lr = s, m, v, s_init, played, last_lr
+    lr_ratio = tl.zeros_like(last_lr) + 1.0
+    if LR_AS_NUMBER:
+        now = tl.zeros_like(last_lr) + lr_high + lr_low
+    else:
+        now = tl.load(lrs + program)
+    lr = tl.where(now > last_lr, now, last_lr)
+    if RESTATES and not FROZEN:
+        rises = (last_lr > 0) & (lr > last_lr)
+        lr_ratio = tl.where(rises, last_lr / tl.where(rises, lr, 1.0), 1.0)
+        s = s * lr_ratio
+        m = m / lr_ratio
+        v = v / (lr_ratio * lr_ratio)
+        s_init = s_init * lr_ratio
+        played = played * lr_ratio
+        dg = dg / lr_ratio
+        dx = dx / lr_ratio
+        dd = dd / (lr_ratio * lr_ratio)
+
+    h = dg + s_decay * played * tl.sqrt(gg) * tl.where(xx > 0, dx / tl.sqrt(tl.where(xx > 0, xx, 1.0)), 0.0)
+    if AUTO:
+        measured = tl.load(constants + 2) * (1.0 + tl.sqrt(xx)) / tl.sqrt(tl.where(dd > 0, dd, 1.0))
+        if RULE == 4:
+            measured = measured * tl.maximum(count, START)
+            growth = tl.where(longest > 0, norm / tl.where(longest > 0, longest, 1.0), float("inf"))
+            first = tl.where((count >= START) & (dd > 0) & (gg > 0), measured / tl.maximum(growth, 1.0), 0.0)
+            lowered = tl.where(dd > 0, tl.minimum(s_init, measured), s_init)
+            new_init = tl.where(s_init > 0, lowered, first)
+        else:
+            new_init = tl.where(s_init > 0, s_init, tl.where(dd > 0, measured, 0.0))
+    else:
+        new_init = tl.load(constants + 2) + tl.zeros_like(s_init)
+    total = tl.sum(s)
+    bet = s
+    if SMOOTHING:
+        bet = s * tl.where(total > 0, played / tl.where(total > 0, total, 1.0), 1.0)
+
+    new_count = count + tl.where(gg > 0, 1.0, 0.0)
+    seen_h = h
+    if RULE == 4:
+        seen_h = tl.where(new_init > 0, h, 0.0)
+    size = tl.abs(seen_h)
+    rewarded = seen_h + tl.zeros_like(m)
+    if RULE == 4:
+        share = tl.where(lr > 0, now / tl.where(lr > 0, lr, 1.0), 1.0)
+        weight = 1.0 - (1.0 - LOSS_WEIGHT) * tl.sqrt(tl.sqrt(tl.minimum(tl.maximum(share, 0.0), 1.0)))
+        usual = USUAL_LOSS * tl.max(tl.where(inside, m, 0.0))
+        loss = weight * tl.minimum(rewarded, usual) + tl.maximum(rewarded - usual, 0.0)
+        rewarded = tl.where(rewarded > 0, loss, rewarded)
+    if RULE == 2 or RULE == 3:  # optax, theory
+        rewarded = tl.minimum(tl.maximum(rewarded, -m), m)
+    if RULE == 0 or RULE == 3 or RULE == 4:  # paper, theory, optimistic
+        new_m = tl.maximum(beta * m, size)
+    else:
+        new_m = tl.maximum(beta * m, size + eps)
+    new_r = beta * r - bet * rewarded
+    if RULE == 0 or RULE == 4:
+        new_r = tl.maximum(new_r, 0.0)
+    if RULE == 3:
+        new_v = beta * beta * v + rewarded * rewarded
+        new_q = beta * q - rewarded
+        new_w0 = tl.where(w0 > 0, w0, new_init * new_m / n)
+        root = tl.sqrt(4.0 * new_m * new_m + new_v)
+        share = tl.minimum(tl.maximum(new_q / tl.where(root > 0, root, 1.0), 0.0), 1.0)
+        wealth = (new_w0 + new_r) * share
+        new_s = tl.where(new_m > 0, wealth / (root + eps), 0.0)
+    else:
+        new_v = beta * beta * v + seen_h * seen_h
+        new_q = q
+        new_w0 = w0
+        wealth = new_init * new_m / n + tl.maximum(new_r, 0.0)
+        divisor = tl.sqrt(new_v) + eps
+        if RULE == 4:
+            divisor += RELATIVE_EPS * tl.max(tl.where(inside, tl.sqrt(new_v), 0.0))
+        new_s = wealth / tl.where(divisor > 0, divisor, 1.0)
+        if RULE == 0 or RULE == 4:
+            new_s = tl.where(new_v > 0, new_s, 0.0)
+    new_s = tl.where(inside, new_s, 0.0)
+    if CAPPED:
+        sum_of_s = tl.sum(new_s)
+        cap = tl.load(constants + 3)
+        new_s = new_s * tl.where(sum_of_s > cap, cap / tl.where(sum_of_s > 0, sum_of_s, 1.0), 1.0)
+    next_total = tl.sum(new_s)
+    next_played = next_total
+    if SMOOTHING:
+        c = tl.load(constants + 4)
+        if RULE == 4:
+            c = tl.minimum(c, new_count / (new_count + WINDOW))
+        one = tl.zeros_like(played) + 1.0
+        average = tl.exp(
+            c * tl.log(tl.where(played > 0, played, one))
+            + (1.0 - c) * tl.log(tl.where(next_total > 0, next_total, one))
+        )
+        average = tl.where(next_total > 0, average, 0.0)
+        next_played = tl.where(played > 0, average, next_total)
+
+    keep = made
+    if FROZEN:
+        keep = made & False
+    tl.store(new + lane, tl.where(keep, new_s, was_s), inside)
+    tl.store(new + n + lane, tl.where(keep, new_r, r), inside)
+    tl.store(new + 2 * n + lane, tl.where(keep, new_m, was_m), inside)
+    tl.store(new + 3 * n + lane, tl.where(keep, new_v, was_v), inside)
+    tl.store(new + 4 * n + lane, tl.where(keep, new_q, q), inside)
+    tl.store(new + 5 * n + lane, tl.where(keep, new_w0, w0), inside)
+    tl.store(new + 6 * n, tl.where(keep, new_init, was_init))
+    tl.store(new + 6 * n + 1, tl.where(keep, next_played, was_played))
+    tl.store(new + 6 * n + 2, tl.where(keep, h, last_h))
+    tl.store(new + 6 * n + 3, tl.where(made, lr, last_lr))
+    tl.store(new + 6 * n + 4, tl.where(keep, new_count, count))
+    after = tl.where(keep, next_played, was_played)
+    kept = tl.zeros_like(after) + 1.0
+    if HINDSIGHT:
+        share = tl.load(constants + 5)
+        rescaled = share + (1.0 - share) * played / tl.where(after > 0, after, 1.0)
+        kept = tl.where(keep & (played > 0) & (after > 0), rescaled, 1.0)
+    if RESTATES:
+        kept = tl.where(keep, kept / lr_ratio, 1.0)
+    tl.store(scales + 0, was_played)
+    tl.store(scales + 1, after)
+    tl.store(scales + 2, tl.where(made, 1.0, 0.0).to(tl.float64))
+    tl.store(scales + 3, kept)

@@ -1,0 +1,92 @@
+"""Lets the tuner take its step, by torch operations or on a GPU in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic_plugins.checkpoints.state import Progress
+from mechanic_plugins.core import known_bases, tuner
+from mechanic_plugins.core.schedule import Schedule
+from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner_state import column
+from mechanic_plugins.kernels import gpu_tuner
+from mechanic_plugins.optimizer.units import Units
+from mechanic_plugins.passes.plan import Decision
+
+__all__ = ["Decider", "has_lr_zero"]
+
+
+class Decider:
+    """For one base with its settings. Holds nothing that a checkpoint needs."""
+
+    def __init__(self, base: Optimizer, settings: Settings, units: Units) -> None:
+        self.base, self.settings, self.units = base, settings, units
+        self._on_device: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
+
+    def decide(self, sums: Tensor, progress: Progress, *, by_kernel: bool) -> Decision:
+        """Moves `progress` on. `Decision.applied` is a tensor: nothing here synchronises with the device."""
+        before, known = progress.tuner.played, (dict(progress.lr_refs), progress.unit, progress.unit_since)
+        hold = not self.units.resolve(progress) or self._holds(progress)
+        settings, lrs = self.units.constants(progress), self._lrs(progress)
+        betas, table = self._constant(settings.betas, sums.device), None
+        state, counters = progress.tuner, _counters(progress)
+        if by_kernel:
+            constants = self._constant(gpu_tuner.constants_of(settings), sums.device)
+            outcome, table = gpu_tuner.decide(
+                state, sums, counters, settings=settings, betas=betas, constants=constants, lrs=lrs, hold=hold
+            )
+        else:
+            lr = column(lrs, sums.device)
+            outcome = tuner.decide(state, sums, counters, settings=settings, betas=betas, lr=lr, hold=hold)
+        progress.tuner = outcome.state
+        progress.steps, progress.skipped = outcome.counters.unbind()
+        if sums.device.type == "cpu" and not outcome.applied:  # a skipped step leaves no trace
+            progress.lr_refs, progress.unit, progress.unit_since = known
+        if table is not None:
+            return Decision(outcome.applied, table[:, 0], table[:, 1], table[:, 3], table)
+        return Decision(outcome.applied, before[:, 0], outcome.state.played[:, 0], outcome.delta_factor[:, 0])
+
+    def _holds(self, progress: Progress) -> bool:
+        """Whether the scale stays: frozen, or at a learning rate of 0, which must move nothing.
+
+        The two rules that start with a scale above 0 take such a step as published: their warm-ups would differ.
+        """
+        if progress.frozen:
+            return True
+        obeys = self.settings.rule in ("optimistic", "paper", "theory")
+        return obeys and not known_bases.ignores_a_schedule(self.base) and has_lr_zero(self.base)
+
+    def _lrs(self, progress: Progress) -> list[float | Tensor]:
+        """For each tuner where its groups' schedule stands, as a learning rate; 0 for a base that ignores one."""
+        schedules = [Schedule(progress.lr_refs) for _ in progress.tuner.s]
+        if not known_bases.ignores_a_schedule(self.base):
+            for group in self.base.param_groups:
+                index = progress.row_of(group) or 0
+                schedules[progress.tuner_of(group)].add(group, progress.lr_refs, index)
+        return [schedule.lr() for schedule in schedules]
+
+    def _constant(self, numbers: Sequence[float], device: torch.device) -> Tensor:
+        """Copied to the device once."""
+        key = tuple(numbers), device
+        if key not in self._on_device:
+            self._on_device[key] = torch.tensor(key[0], dtype=torch.float64, device=key[1])
+        return self._on_device[key]
+
+
+def has_lr_zero(base: Optimizer) -> bool:
+    """Whether every group has an lr of 0. One that is a tensor on a GPU is not looked at."""
+    lrs = [group["lr"] for group in base.param_groups if group.get("lr") is not None]
+    known = all(not isinstance(lr, Tensor) or lr.device.type == "cpu" for lr in lrs)
+    return bool(lrs) and known and all(float(lr) == 0 for lr in lrs)
+
+
+def _counters(progress: Progress) -> Tensor:
+    """Steps and skipped side by side; the tuner leaves them so."""
+    steps, skipped = progress.steps, progress.skipped
+    if steps._base is not None and steps._base is skipped._base:
+        return steps.as_strided((2,), (1,))
+    return torch.stack([steps, skipped])

@@ -1,0 +1,45 @@
+"""Parameters and gradients that a step cannot take, refused before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core.param_state import DELTA, REF
+from mechanic_plugins.distributed.sharding import is_dtensor
+
+__all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_sparse"]
+
+
+def refuse_sparse(p: Tensor) -> None:
+    """Mechanic moves every weight in every step."""
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise ValueError(
+            f"a gradient of shape {tuple(p.shape)} is sparse ({p.grad.layout}): Mechanic moves every weight in every "
+            "step. Use sparse=False in the embedding, or p.grad.to_dense() before step()."
+        )
+
+
+def refuse_foreign(p: Tensor, state: Mapping[str, Any]) -> None:
+    """Rejects wrong shapes: kernels do no bounds checks."""
+    for name in (DELTA, REF):
+        if name in state and state[name].shape != p.shape:
+            raise ValueError(
+                f"the optimizer's {name} has shape {tuple(state[name].shape)} where the parameter has shape "
+                f"{tuple(p.shape)}: it belongs to another parameter. Build a new optimizer when you change a "
+                "parameter's shape."
+            )
+
+
+def refuse_mixed_groups(groups: Sequence[dict[str, Any]]) -> None:
+    """Torch cannot step DTensors and plain tensors in one foreach call."""
+    for index, group in enumerate(groups):
+        kinds = {is_dtensor(p) for p in group["params"]}
+        if len(kinds) > 1 and (group.get("fused") or group.get("foreach")):
+            raise ValueError(
+                f"param group {index} mixes sharded (DTensor) and plain parameters, which fused and foreach optimizers "
+                "cannot step together: put them into two groups."
+            )
