@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.checkpoints.state import Progress
+from mechanic_plugins.core.groups import average, names_of
 from mechanic_plugins.optimizer.interface import Wrapper
 
 __all__ = ["Readout", "Tuner"]
@@ -54,6 +55,13 @@ class Readout(Wrapper):
         """
         return [s * float(lr) for s, lr in zip(self.scales.tolist(), self.lrs, strict=True)]
 
+    def get_avg_learning_rate(self) -> float:
+        """The mean of `effective_lrs` over all weights, under the name that ai-toolkit looks for.
+
+        Synchronises with the device.
+        """
+        return average(self.effective_lrs, self.param_groups)
+
     @property
     def lrs(self) -> list[float | Tensor]:
         """For each group the lr of the last step, which a scheduler may have changed since; 1 for a base without."""
@@ -78,8 +86,7 @@ class Readout(Wrapper):
         lrs = self.effective_lrs
         metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
         if len(self.param_groups) > 1:
-            for index, group in enumerate(self.param_groups):
-                name = group.get("name", f"pg{index + 1}")
+            for index, name in enumerate(names_of(self.param_groups)):
                 metrics[f"mechanic/scale/{name}"] = scales[index]
                 metrics[f"mechanic/effective_lr/{name}"] = lrs[index]
         if skipped:

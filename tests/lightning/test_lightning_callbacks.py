@@ -332,7 +332,7 @@ trainer:
 
 
 def test_it_takes_every_keyword_of_mechanize_with_its_default() -> None:
-    theirs, ours = inspect.signature(mechanize).parameters, inspect.signature(Mechanic).parameters
+    theirs, ours = (inspect.signature(each, eval_str=True).parameters for each in (mechanize, Mechanic))
     expected = {name: (p.default, p.annotation) for name, p in theirs.items() if name != "optimizer"}
     assert {name: (p.default, p.annotation) for name, p in ours.items() if name not in ("log", "prog_bar")} == expected
 
@@ -395,12 +395,23 @@ def test_a_batch_size_finder_is_told_about(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_is_mechanized_already_is_left_as_it_is(pl: ModuleType) -> None:
-    model, callback = module(pl, lambda model: mechanize(adamw(model), s_decay=0.5)), Mechanic()
+    model, callback = module(pl, lambda model: mechanize(adamw(model), s_decay=0.5)), Mechanic(s_decay=0.1)
     with pytest.warns(UserWarning, match="the Mechanic callback's settings are ignored") as warned:
         trainer(pl, callback).fit(model, loader())
     assert sum("settings are ignored" in str(w.message) for w in warned) == 1, "said once, not in every step"
     assert same(weights(model), plain_loop(s_decay=0.5).weights)
     assert callback.optimizers[0].settings.s_decay == 0.5
+
+
+def test_a_callback_without_settings_logs_what_is_mechanized_already(pl: ModuleType) -> None:
+    """By LightningCLI the optimizer has its own settings, and the callback is there for the logs."""
+    model, callback = module(pl, lambda model: mechanize(adamw(model), s_decay=0.5)), Mechanic()
+    fitted = trainer(pl, callback)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fitted.fit(model, loader())
+    assert not [w for w in warned if "settings are ignored" in str(w.message)]
+    assert fitted.callback_metrics["mechanic/scale"] == callback.optimizers[0].scale > 0
 
 
 def test_an_optimizer_that_cannot_be_mechanized() -> None:
