@@ -15,6 +15,7 @@ No framework is needed here; each plugin says it in its framework's own way.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
