@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.leaving import filled
 from mechanic_plugins.classes import Mechanized, class_with, wrap
-from mechanic_plugins.core.settings import Preset, Rule, Scope, Settings
+from mechanic_plugins.core.settings import Preset, Rule, Scope, Settings, check_max_grad_norm
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.passes.planner import Backend, check_backend
 
@@ -35,6 +35,7 @@ class Options(TypedDict, total=False):
     own_warmup: bool | None
     scope: Scope
     max_scale: float | None
+    max_grad_norm: float | None
     group: dist.ProcessGroup | None
     sync_replicas: bool
     backend: Backend
@@ -60,6 +61,7 @@ def mechanize(
     own_warmup: bool | None = None,
     scope: Scope = "all",
     max_scale: float | None = None,
+    max_grad_norm: float | None = None,
     group: dist.ProcessGroup | None = None,
     sync_replicas: bool = False,
     backend: Backend = "auto",
@@ -91,6 +93,8 @@ def mechanize(
         own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
         scope: "all" learns one scale, "group" one for each param group.
         max_scale: Never play a scale above this.
+        max_grad_norm: Clip the gradients in the step, as `torch.nn.utils.clip_grad_norm_` before it would: by the norm
+            of all gradients of all ranks, which the step knows anyway.
         group: The ranks that share the parameters, where that is not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
         backend: How the passes over memory are made: "fused" (the base's update and Mechanic's in one), "triton" or
@@ -117,8 +121,11 @@ def mechanize(
     )
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         check_backend(backend)
-        return class_with(optimizer, settings, sync_replicas, backend, group)
-    return wrap(optimizer, settings, group=group, sync_replicas=sync_replicas, backend=backend)
+        check_max_grad_norm(max_grad_norm)
+        return class_with(optimizer, settings, sync_replicas, backend, group, max_grad_norm)
+    return wrap(
+        optimizer, settings, group=group, sync_replicas=sync_replicas, backend=backend, max_grad_norm=max_grad_norm
+    )
 
 
 def unwrap(optimizer: Any) -> MechanicOptimizer:

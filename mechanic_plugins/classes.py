@@ -63,6 +63,7 @@ class Mechanized(MechanicOptimizer):
             group=self.group,
             sync_replicas=self.sync_replicas,
             backend=self.backend,
+            max_grad_norm=self.max_grad_norm,
         )
 
 
@@ -72,6 +73,7 @@ def class_with(
     sync_replicas: bool = False,
     backend: Backend = "auto",
     group: dist.ProcessGroup | None = None,
+    max_grad_norm: float | None = None,
 ) -> type[Mechanized]:
     """A class with the base's constructor whose instances have these settings. A process group has no pickle."""
 
@@ -82,13 +84,14 @@ def class_with(
     made: type[Mechanized] = _made(
         base,
         (Mechanized, class_around(base)),
-        _recipe=(class_with, (base, settings, sync_replicas, backend)),
+        _recipe=(class_with, (base, settings, sync_replicas, backend, None, max_grad_norm)),
         __init__=__init__,
         base_class=base,
         settings=settings,
         sync_replicas=sync_replicas,
         backend=backend,
         group=group,
+        max_grad_norm=max_grad_norm,
     )
     return made
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
@@ -498,7 +499,10 @@ def test_one_gradient_that_is_not_finite_skips_the_step_whole(
         else:
             opt.step()  # warned of once: a second warning would be an error here
     assert not differences(before, everything(opt, without=("mechanic_skipped",)))
-    assert opt.metrics() == {**metrics, SKIPPED: metrics[SKIPPED] + 2}
+    after = opt.metrics()
+    assert not math.isfinite(after.pop("mechanic/grad_norm"))
+    del metrics["mechanic/grad_norm"]
+    assert after == {**metrics, SKIPPED: metrics[SKIPPED] + 2}
     train(model, opt, 5, first=12)
     assert opt.metrics()["mechanic/steps"] == 15
     assert all(p.isfinite().all() for p in model.parameters())
@@ -778,7 +782,7 @@ def test_demechanize_scales_what_a_scheduler_starts_from() -> None:
     assert float(plain.param_groups[0]["initial_lr"]) == pytest.approx(0.5 * scale, rel=1e-6)
 
 
-METRICS = {f"mechanic/{name}" for name in ("scale", "effective_lr", "h", "steps", "skipped_steps")}
+METRICS = {f"mechanic/{name}" for name in ("scale", "effective_lr", "h", "grad_norm", "steps", "skipped_steps")}
 
 
 @pytest.mark.parametrize("scope", ["all", "group"])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-__all__ = ["PRESETS", "Preset", "Rule", "Scope", "Settings"]
+__all__ = ["PRESETS", "Preset", "Rule", "Scope", "Settings", "check_max_grad_norm"]
 
 Preset = Literal["paper", "0.1"]
 Rule = Literal["optimistic", "paper", "experiments", "optax", "theory"]
@@ -135,6 +135,15 @@ class Settings:
             s_init=self.s_init if isinstance(self.s_init, str) else self.s_init / lr,
             s_decay=self.s_decay * lr,
             eps=self.eps * lr,
+        )
+
+
+def check_max_grad_norm(value: object) -> None:
+    """Rejects what gradients cannot be clipped to. None clips nothing; no constant of the tuner's."""
+    if value is not None and not (_is_number(value) and value > 0):  # type: ignore[operator]
+        raise ValueError(
+            f"max_grad_norm must be None or a number > 0, got {value!r}: gradients of a longer norm are scaled down to "
+            "it. 1.0 is a common choice; None leaves them as they are."
         )
 
 

@@ -14,13 +14,16 @@ from torch import Tensor
 from mechanic_plugins.core.settings import Settings
 
 __all__ = [
+    "CLIP_EPS",
     "SCALARS",
     "SUMS",
     "Sums",
     "TunerState",
+    "clipped",
     "column",
     "empty_sums",
     "gradient_count",
+    "gradient_norm",
     "initial_state",
     "keep_where",
     "sums_of",
@@ -28,6 +31,9 @@ __all__ = [
 
 SUMS = ("dg", "gg", "xx", "dx", "dd")
 """The five inner products a step needs, of delta (d), gradient (g) and weights (x), in this order."""
+
+CLIP_EPS = 1e-6
+"""Added to the norm that is clipped, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 class Sums(NamedTuple):
@@ -63,6 +69,19 @@ def sums_of(vector: Tensor, tuner_index: int) -> Tensor:
 def gradient_count(vector: Tensor) -> Tensor:
     """How many gradients there are, as a view."""
     return vector[-1:]
+
+
+def gradient_norm(vector: Tensor) -> Tensor:
+    """The norm of all gradients together, 0-dim."""
+    return Sums.of_vector(vector).gg.sum().sqrt()
+
+
+def clipped(vector: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """The vector for gradients clipped to `max_norm`, and what they are multiplied by: `clip_grad_norm_`'s factor."""
+    factor = (max_norm / (gradient_norm(vector) + CLIP_EPS)).clamp(max=1.0)
+    one = torch.ones_like(factor)
+    powers = torch.stack([factor, factor.square(), one, one, one])
+    return torch.cat([(vector[:-1].view(-1, len(SUMS)) * powers).flatten(), vector[-1:]]), factor
 
 
 class TunerState(NamedTuple):

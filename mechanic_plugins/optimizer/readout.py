@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.checkpoints.state import Progress
+from mechanic_plugins.core.tuner_state import gradient_norm
 from mechanic_plugins.optimizer.interface import Wrapper
 
 __all__ = ["Readout", "Tuner"]
@@ -27,7 +28,7 @@ class Tuner(NamedTuple):
 class Readout(Wrapper):
     """The scale, the learning rates and the metrics.
 
-    `scale` and `tuner` do not synchronise with the device; `effective_lrs` and `metrics()` do.
+    `scale`, `grad_norm` and `tuner` do not synchronise with the device; `effective_lrs` and `metrics()` do.
     """
 
     def _note_lrs(self) -> None:
@@ -62,6 +63,15 @@ class Readout(Wrapper):
         return [1.0 if lr is None else lr for lr in lrs]
 
     @property
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients that the last step was given, on all ranks, before it clipped them: 0-dim.
+
+        0 before the first step; not finite where that is why a step was skipped.
+        """
+        sums = self._last.get("sums")
+        return torch.zeros_like(self._progress.steps) if sums is None else gradient_norm(sums)
+
+    @property
     def tuner(self) -> Tuner:
         """The tuner's vectors, in units of the base's own learning rate."""
         state, unit = self._progress.tuner, self._units.of_delta(self._progress)
@@ -73,8 +83,9 @@ class Readout(Wrapper):
         """What to log, as python floats. Synchronises with the device once."""
         progress, unit = self._progress, self._units.of_delta(self._progress)
         hs = progress.tuner.h[:, 0] * unit
-        packed = torch.cat([self.scales, hs, torch.stack([progress.steps, progress.skipped])]).tolist()
-        scales, h, (steps, skipped) = packed[: len(self.scales)], packed[len(self.scales) : -2], packed[-2:]
+        counts = torch.stack([progress.steps, progress.skipped, self.grad_norm])
+        packed = torch.cat([self.scales, hs, counts]).tolist()
+        scales, h, (steps, skipped, norm) = packed[: len(self.scales)], packed[len(self.scales) : -3], packed[-3:]
         lrs = self.effective_lrs
         metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
         if len(self.param_groups) > 1:
@@ -84,6 +95,7 @@ class Readout(Wrapper):
                 metrics[f"mechanic/effective_lr/{name}"] = lrs[index]
         if skipped:
             self._warn_of_skips(progress)
+        metrics["mechanic/grad_norm"] = norm
         return {**metrics, "mechanic/steps": steps, "mechanic/skipped_steps": skipped}
 
     def _warn_of_skips(self, progress: Progress) -> None:
