@@ -234,6 +234,20 @@ def test_a_parameter_joins_and_another_is_frozen() -> None:
     both.assert_same()
 
 
+def test_a_group_without_any_gradient() -> None:
+    def change(model: Any, step: int) -> None:
+        if step % 3 == 0:
+            model[2].zero_grad()
+
+    def build(params: Any) -> torch.optim.Optimizer:
+        first, *others = params
+        return torch.optim.AdamW([{"params": [first, others[0]]}, {"params": others[1:]}])
+
+    both = Both(build, scope="group")
+    both.train(25, change=change)
+    both.assert_same()
+
+
 def test_a_grad_scaler_unscales_first() -> None:
     models = perceptron(), perceptron()
     opts = [mechanize(torch.optim.AdamW(models[0].parameters()), max_grad_norm=NORM)]

@@ -148,6 +148,7 @@ PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "own_warmup": _FLAG,
     "scope": _one_of(*get_args(Scope)),
     "max_scale": _NUMBER,
+    "max_grad_norm": _NUMBER,
     "sync_replicas": _FLAG,
     "backend": _one_of(*get_args(Backend)),
 }

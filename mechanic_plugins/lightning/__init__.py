@@ -83,6 +83,7 @@ class Mechanic(Callback):
         own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
         scope: "all" learns one scale for each optimizer, "group" one for each param group.
         max_scale: Never play a scale above this.
+        max_grad_norm: Clip the gradients in the step. Use this or the Trainer's `gradient_clip_val`.
         group: The ranks that share the parameters, where that is not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
         backend: How the passes over memory are made: "auto", "fused", "triton" or "foreach".
@@ -106,6 +107,7 @@ class Mechanic(Callback):
         own_warmup: bool | None = None,
         scope: Scope = "all",
         max_scale: float | None = None,
+        max_grad_norm: float | None = None,
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",
@@ -127,6 +129,7 @@ class Mechanic(Callback):
             own_warmup=own_warmup,
             scope=scope,
             max_scale=max_scale,
+            max_grad_norm=max_grad_norm,
             group=group,
             sync_replicas=sync_replicas,
             backend=backend,

@@ -123,7 +123,7 @@ class ParamBatch:
         grads = [grad for grad in self.grads() if grad is not None]
         if isinstance(factor, Tensor):
             self._clip_on_device(grads, factor.to(self.device))
-        elif factor != 1.0:
+        elif grads and factor != 1.0:
             torch._foreach_mul_(grads, factor)
 
     def _clip_on_device(self, grads: Sequence[Tensor], factor: Tensor) -> None:

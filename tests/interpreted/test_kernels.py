@@ -59,7 +59,7 @@ def pointed(rows: TritonBatch, param_states: list[ParamState]) -> TritonBatch:
 
 def summed(rows: TritonBatch | ForeachBatch, param_states: list[ParamState], *, maximize: bool = False) -> torch.Tensor:
     out = torch.zeros(11, dtype=torch.float64)
-    rows.add_sums(xs_of(param_states), grads_of(param_states), out, row=1, weight=0.5, maximize=maximize)
+    rows.add_sums(xs_of(param_states), grads_of(param_states), out, tuner_index=1, weight=0.5, maximize=maximize)
     assert not out[:5].any()
     return out[5:]
 
@@ -197,7 +197,7 @@ def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
         by_kernel, scales = gpu_tuner.decide(kernel, vector, counters, lrs=lrs, constants=constants, **shared)
         plain, counted, kernel, counters = by_torch.state, by_torch.counters, by_kernel.state, by_kernel.counters
         applied = by_torch.applied.double().expand_as(before)
-        expected = torch.cat([before, plain.played, applied, by_torch.delta_factor], dim=1)
+        expected = torch.cat([before, plain.played, applied, by_torch.delta_factor, torch.ones_like(before)], dim=1)
         torch.testing.assert_close(scales, expected, rtol=1e-11, atol=0)
         is_skipped = step == 6 or (step == 10 and rule == "optimistic")
         assert bool(by_torch.applied) is not is_skipped
