@@ -11,7 +11,7 @@ import pytest
 import torch
 from comparing import assert_all_close, assert_close
 from ranks import Ranks
-from setups import Run
+from setups import Run, full
 from test_sharded import CASES, TOLERANCE
 
 NORM = 0.3
@@ -75,10 +75,8 @@ def norms_of_full_gradients(rank: int, name: str, even: bool) -> list[tuple[floa
     pairs = []
     for step in range(4):
         run.backward(step)
-        full = [
-            p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in run.setup.model.parameters()
-        ]
-        expected = torch.nn.utils.get_total_norm(full).item()
+        gradients = [full(p.grad) for p in run.setup.model.parameters() if p.grad is not None]
+        expected = torch.nn.utils.get_total_norm(gradients).item()
         run.step()
         pairs.append((run.optimizer.grad_norm.item(), expected))
     return pairs
