@@ -27,6 +27,7 @@ __all__ = [
     "initial_state",
     "keep_where",
     "sums_of",
+    "with_scaled_gradients",
 ]
 
 SUMS = ("dg", "gg", "xx", "dx", "dd")
@@ -76,12 +77,17 @@ def gradient_norm(vector: Tensor) -> Tensor:
     return Sums.of_vector(vector).gg.sum().sqrt()
 
 
-def clipped(vector: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """The vector for gradients clipped to `max_norm`, and what they are multiplied by: `clip_grad_norm_`'s factor."""
-    factor = (max_norm / (gradient_norm(vector) + CLIP_EPS)).clamp(max=1.0)
+def with_scaled_gradients(vector: Tensor, factor: Tensor) -> Tensor:
+    """The vector of a step whose gradients are all multiplied by `factor`: dg is linear in them, gg quadratic."""
     one = torch.ones_like(factor)
-    powers = torch.stack([factor, factor.square(), one, one, one])
-    return torch.cat([(vector[:-1].view(-1, len(SUMS)) * powers).flatten(), vector[-1:]]), factor
+    powers = torch.stack([{"dg": factor, "gg": factor**2}.get(name, one) for name in SUMS])
+    return torch.cat([(vector[:-1].view(-1, len(SUMS)) * powers).flatten(), gradient_count(vector)])
+
+
+def clipped(vector: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """The vector of a step whose gradients are clipped, and the factor: that of `torch.nn.utils.clip_grad_norm_`."""
+    factor = (max_norm / (gradient_norm(vector) + CLIP_EPS)).clamp(max=1.0)
+    return with_scaled_gradients(vector, factor), factor
 
 
 class TunerState(NamedTuple):

@@ -147,6 +147,10 @@ class Wrapper(Optimizer):
     def _live(self, progress: Progress | None) -> None:
         self._held["progress"] = progress
 
+    def reread_groups(self) -> None:
+        """Reads the tuner from the param groups at its next use: for engines that replace them."""
+        self._live = None
+
     @property
     def _progress(self) -> Progress:
         """The live tuner, on the parameters' device; read anew where somebody has loaded state or moved the model."""
