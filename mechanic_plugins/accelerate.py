@@ -67,6 +67,7 @@ def _keeping_mechanic(mapping: Mapping) -> Mapping:
             group=optimizer.group,
             sync_replicas=optimizer.sync_replicas,
             backend=optimizer.backend,
+            max_grad_norm=optimizer.max_grad_norm,
         )
 
     map_pytorch_optim_to_deepspeed._mechanic = True  # type: ignore[attr-defined]

@@ -53,6 +53,8 @@ def mechanize(
         own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
         scope: "all" learns one scale, "group" one for each param group.
         max_scale: Never play a scale above this.
+        max_grad_norm: Clip the gradients in the step, as `torch.nn.utils.clip_grad_norm_` before it would: by the norm
+            of all gradients of all ranks, which the step knows anyway.
         group: The ranks that share the parameters, where that is not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
         backend: How the passes over memory are made: "fused" (the base's update and Mechanic's in one), "triton" or

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 import torch.distributed as dist
 
-from mechanic_plugins.core.settings import LEFT_OPEN, Preset, Rule, Scope, Settings
+from mechanic_plugins.core.settings import LEFT_OPEN, Preset, Rule, Scope, Settings, check_max_grad_norm
 from mechanic_plugins.optimizer.interface import Wrapper
 from mechanic_plugins.passes.planner import Backend
 
@@ -34,6 +34,7 @@ class _Common(TypedDict, total=False):
     own_warmup: bool | None
     scope: Scope
     max_scale: float | None
+    max_grad_norm: float | None
     group: dist.ProcessGroup | None
     sync_replicas: bool
     backend: Backend
@@ -93,7 +94,8 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in known:
             raise TypeError(f"mechanize() has no option {name!r}{hint(name, known)} It has {', '.join(known)}.")
-    own = {name: options[name] for name in ("group", "sync_replicas", "backend") if name in options}
+    own = {name: options[name] for name in ("max_grad_norm", "group", "sync_replicas", "backend") if name in options}
+    check_max_grad_norm(own.get("max_grad_norm"))
     return {"settings": Settings.from_preset(**{k: v for k, v in options.items() if k not in own}), **own}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-__all__ = ["LEFT_OPEN", "PRESETS", "Preset", "Rule", "Scope", "Settings"]
+__all__ = ["LEFT_OPEN", "PRESETS", "Preset", "Rule", "Scope", "Settings", "check_max_grad_norm"]
 
 Preset = Literal["paper", "0.1"]
 Rule = Literal["optimistic", "paper", "experiments", "optax", "theory"]
@@ -122,6 +122,11 @@ class _Allowed(NamedTuple):
             raise ValueError(f"{name} must be {self.description}, got {value!r}{end}")
 
 
+def check_max_grad_norm(value: object) -> None:
+    """Validates the option, which is not a constant of the tuner: checkpoints do not hold it."""
+    _MAX_GRAD_NORM.check("max_grad_norm", value)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -174,6 +179,11 @@ _ALLOWED: dict[str, _Allowed] = {
     "normalize_lr": _FLAG,
     "own_warmup": _FLAG,
 }
+_MAX_GRAD_NORM = _Allowed(
+    "None or a number > 0",
+    lambda x: x is None or (_is_number(x) and x > 0),
+    "gradients with a larger norm are scaled down to it. 1.0 is a common choice; None does not clip.",
+)
 
 _EPS_ABOVE_ZERO = (
     "eps",

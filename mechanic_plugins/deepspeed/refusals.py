@@ -126,6 +126,12 @@ _REFUSALS = (
         "Use stage 1 or 2",
     ),
     _Refusal(
+        lambda _, mechanic: mechanic.max_grad_norm is not None,
+        "mechanize(max_grad_norm=...)",
+        "the engine clips before Mechanic sees the gradients",
+        "Set 'gradient_clipping' in the DeepSpeed config",
+    ),
+    _Refusal(
         lambda _, mechanic: mechanic.group is not None,
         "mechanize(group=...)",
         "the weights are sharded over DeepSpeed's data-parallel group",

@@ -35,6 +35,7 @@ from mechanic_plugins.lightning.checks import (
     is_a,
     warn_of_floors,
 )
+from mechanic_plugins.lightning.clipping import clip_in_the_step, leave_clipping_to_lightning
 from mechanic_plugins.lightning.packages import LIGHTNINGS, check_version, installed
 from mechanic_plugins.lightning.reports import is_logged, metrics, summarize
 from mechanic_plugins.optimizer import MechanicOptimizer
@@ -85,6 +86,8 @@ class Mechanic(Callback):
         own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
         scope: "all" learns one scale per optimizer, "group" one per param group.
         max_scale: Upper bound on the scale.
+        max_grad_norm: Clip the gradients in the step, by their norm. The Trainer's `gradient_clip_val` is clipped by in
+            the step too, where that makes no difference to the module.
         group: The ranks that share the parameters, if not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
         backend: The implementation: "auto", "fused", "triton" or "foreach".
@@ -108,6 +111,7 @@ class Mechanic(Callback):
         own_warmup: bool | None = None,
         scope: Scope = "all",
         max_scale: float | None = None,
+        max_grad_norm: float | None = None,
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",
@@ -138,6 +142,7 @@ class Mechanic(Callback):
         self.optimizers = []  # the tuner of an earlier fit is in its optimizer's state
         self._histories, self._recorded = {}, -1
         self._attach(trainer)
+        clip_in_the_step(trainer, pl_module)
         warn_of_floors(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
         if is_a(trainer.strategy, ("ModelParallelStrategy",)):
             load_plain_checkpoints_without_mechanic(trainer.strategy)
@@ -184,6 +189,7 @@ class Mechanic(Callback):
 
     def _release(self, trainer: Trainer) -> None:
         release(trainer.strategy, self._redirected)
+        leave_clipping_to_lightning(trainer)
         self._redirected = []
 
 

@@ -27,7 +27,7 @@ from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.groups import Owner, show_scales
 from mechanic_plugins.core.param_state import DELTA, PREFIX
-from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.settings import Settings, check_max_grad_norm
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
 from mechanic_plugins.optimizer.skips import Skips
 from mechanic_plugins.optimizer.units import Units
@@ -49,6 +49,8 @@ class Wrapper(Optimizer):
 
     # GradScaler must unscale and decide by itself: a fused base would skip its own update, but not Mechanic's.
     _step_supports_amp_scaling = False
+    max_grad_norm: float | None = None
+    """Every step clips the gradients to this norm. Not a setting of the tuner's: checkpoints do not hold it."""
     _has_history = True
     """Whether the base had state before Mechanic's first step: made when it was built, or loaded from a plain run."""
 
@@ -60,14 +62,17 @@ class Wrapper(Optimizer):
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",
+        max_grad_norm: float | None = None,
     ) -> None:
         known_bases.check_supported(base)
         check_backend(backend)
+        check_max_grad_norm(max_grad_norm)
         self.base = base
         self.settings = settings.for_base(steps_grow_with_gradient=known_bases.steps_grow_with_gradient(base))
         self.group = group
         self.sync_replicas = sync_replicas
         self.backend = backend
+        self.max_grad_norm = max_grad_norm
         self._has_history = bool(base.state)
         before = vars(base).get(_LIVE)
         self._start()
@@ -83,6 +88,8 @@ class Wrapper(Optimizer):
         self._dry_state: object = None
         self._is_plain = False
         self._last_lrs: list[Any] | None = None
+        self._last: dict[str, Tensor] = {}
+        """The sums of the last step. In a dict for the same reason as `_live`."""
         self._skips = Skips()
         for name in _HOOKS:
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
@@ -265,6 +272,7 @@ class Wrapper(Optimizer):
         ids = (i for group in plain["param_groups"] for i in group["params"])
         checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state)
         self._live = self._dry_state = self._last_lrs = None
+        self._last.clear()
         if not holds_tuner(self.param_groups):
             warnings.warn(
                 "the loaded state has no Mechanic in it: the base's moments are kept, and the scale is learned anew "
@@ -282,7 +290,7 @@ class Wrapper(Optimizer):
         And without `step`, which a scheduler plants on the instance, and the process group, which has no pickle.
         """
         self._write_tuner()
-        kept = ("base", "settings", "sync_replicas", "backend", "_has_history")
+        kept = ("base", "settings", "sync_replicas", "backend", "max_grad_norm", "_has_history")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -126,10 +126,14 @@ def test_adagrad_is_refused_only_where_deepspeed_replaces_it(engines: Engines) -
     assert_same_training(case, engines(2)(plain_side.run, case), plain_side.plain_run(case))
 
 
-def test_muon_pipelines_and_groups_are_refused(engines: Engines) -> None:
+def test_muon_pipelines_groups_and_clipping_are_refused(engines: Engines) -> None:
     assert "does not support Muon" in engines(2)(on_rank.refusal_of_muon, Case(stage=1))[0]
     assert "does not support a PipelineModule" in engines(2)(on_rank.refusal_of_pipelines, Case(stage=0))[0]
     assert "does not support mechanize(group=...)" in engines(2)(on_rank.refusal_of_groups, Case(stage=1))[0]
+    for stage in (0, 1):
+        refusal = engines(2)(on_rank.refusal_of_clipping, Case(stage=stage))[0]
+        assert "does not support mechanize(max_grad_norm=...)" in refusal
+        assert "Set 'gradient_clipping' in the DeepSpeed config" in refusal
 
 
 @pytest.mark.parametrize("stage", [2, 3])
