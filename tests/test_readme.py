@@ -57,6 +57,6 @@ def test_commands_exist() -> None:
 
 
 def test_the_table_of_ranks_is_what_the_model_says() -> None:
-    from mechanic_plugins.costs import ranks_table
+    from mechanic_plugins.bench.costs import ranks_table
 
     assert ranks_table() in README

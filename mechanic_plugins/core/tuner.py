@@ -15,7 +15,8 @@ and moves n coin bettors, one for each beta (Algorithm 1):
 That is `rule="paper"`. The default, `rule="optimistic"`, differs in these ways, each for a reason that was measured:
 
 - A loss (h > 0) counts less than a gain while the learning rate is near its peak, since much of it is noise that the
-  schedule's fall will remove: `loss_weight`.
+  schedule's fall will remove: `loss_weight`. Only the part beyond the usual size counts in full (`USUAL_LOSS`): it is
+  the sign of a run that diverges.
 - sqrt(v) has a floor relative to the longest memory's, instead of an absolute eps: near zero loss h fades away, and a
   bettor with a short memory would raise its bet without limit. So nothing depends on the scale of the loss either.
 - The first bet is placed after `START` gradients, not one, and is measured again as long as the updates grow.
@@ -220,7 +221,7 @@ def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
     measured = settings.first_move * (1 + sums.xx.sqrt()) / sums.dd.sqrt()
     if settings.rule != "optimistic":
         return torch.where(state.s_init > 0, state.s_init, torch.where(sums.dd > 0, measured, 0.0))
-    measured = measured * state.gradients.clamp(min=START) / START
+    measured = measured * state.gradients.clamp(min=START)  # of one update: delta holds that many
     first = measured / (sums.gg.sqrt() / state.longest).clamp(min=1.0)
     may_start = (state.gradients >= START) & (sums.dd > 0) & (sums.gg > 0)
     return torch.where(

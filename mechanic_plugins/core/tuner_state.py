@@ -24,6 +24,7 @@ __all__ = [
     "initial_state",
     "keep_where",
     "sums_of",
+    "with_scaled_gradients",
 ]
 
 SUMS = ("dg", "gg", "xx", "dx", "dd")
@@ -63,6 +64,13 @@ def sums_of(vector: Tensor, tuner_index: int) -> Tensor:
 def gradient_count(vector: Tensor) -> Tensor:
     """How many gradients there are, as a view."""
     return vector[-1:]
+
+
+def with_scaled_gradients(vector: Tensor, factor: Tensor) -> Tensor:
+    """The vector of a step whose gradients are all multiplied by `factor`: dg is linear in them, gg quadratic."""
+    one = torch.ones_like(factor)
+    powers = torch.stack([{"dg": factor, "gg": factor**2}.get(name, one) for name in SUMS])
+    return torch.cat([(vector[:-1].view(-1, len(SUMS)) * powers).flatten(), gradient_count(vector)])
 
 
 class TunerState(NamedTuple):

@@ -97,6 +97,7 @@ def _variant(settings: Settings) -> dict[str, Any]:
         "HINDSIGHT": settings.hindsight != 1,
         "RESTATES": settings.own_warmup,
         "LOSS_WEIGHT": rules.LOSS_WEIGHT,
+        "USUAL_LOSS": rules.USUAL_LOSS,
         "RELATIVE_EPS": rules.RELATIVE_EPS,
         "START": tuner.START,
         "WINDOW": tuner.WINDOW,

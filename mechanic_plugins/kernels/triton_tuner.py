@@ -11,8 +11,8 @@ def tuner_kernel(
     sums, old, new, betas, constants, counters, new_counters, scales, lrs, lr_high, lr_low, tuners,
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
     HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, LR_AS_NUMBER: tl.constexpr,
-    LOSS_WEIGHT: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr, WINDOW: tl.constexpr,
-    OUTLIER: tl.constexpr,
+    LOSS_WEIGHT: tl.constexpr, USUAL_LOSS: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr,
+    WINDOW: tl.constexpr, OUTLIER: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`rescale_to_lr` and `advance` of `mechanic_plugins.core.tuner`, a tuner a program, and whether the step is made.
@@ -94,7 +94,7 @@ def tuner_kernel(
     if AUTO:
         measured = tl.load(constants + 2) * (1.0 + tl.sqrt(xx)) / tl.sqrt(tl.where(dd > 0, dd, 1.0))
         if RULE == 4:
-            measured = measured * tl.maximum(count, START) / START
+            measured = measured * tl.maximum(count, START)
             growth = tl.where(longest > 0, norm / tl.where(longest > 0, longest, 1.0), float("inf"))
             first = tl.where((count >= START) & (dd > 0) & (gg > 0), measured / tl.maximum(growth, 1.0), 0.0)
             lowered = tl.where(dd > 0, tl.minimum(s_init, measured), s_init)
@@ -116,8 +116,10 @@ def tuner_kernel(
     rewarded = seen_h + tl.zeros_like(m)
     if RULE == 4:
         share = tl.where(lr > 0, now / tl.where(lr > 0, lr, 1.0), 1.0)
-        weight = 1.0 - (1.0 - LOSS_WEIGHT) * tl.sqrt(tl.minimum(tl.maximum(share, 0.0), 1.0))
-        rewarded = tl.where(rewarded > 0, weight * rewarded, rewarded)
+        weight = 1.0 - (1.0 - LOSS_WEIGHT) * tl.sqrt(tl.sqrt(tl.minimum(tl.maximum(share, 0.0), 1.0)))
+        usual = USUAL_LOSS * tl.max(tl.where(inside, m, 0.0))
+        loss = weight * tl.minimum(rewarded, usual) + tl.maximum(rewarded - usual, 0.0)
+        rewarded = tl.where(rewarded > 0, loss, rewarded)
     if RULE == 2 or RULE == 3:  # optax, theory
         rewarded = tl.minimum(tl.maximum(rewarded, -m), m)
     if RULE == 0 or RULE == 3 or RULE == 4:  # paper, theory, optimistic

@@ -62,7 +62,7 @@ class Wrapper(Optimizer):
         known_bases.check_supported(base)
         check_backend(backend)
         self.base = base
-        self.settings = settings
+        self.settings = settings.for_base(steps_grow_with_gradient=known_bases.steps_grow_with_gradient(base))
         self.group = group
         self.sync_replicas = sync_replicas
         self.backend = backend
@@ -139,6 +139,10 @@ class Wrapper(Optimizer):
     @_live.setter
     def _live(self, progress: Progress | None) -> None:
         self._held["progress"] = progress
+
+    def reread_groups(self) -> None:
+        """Reads the tuner from the param groups at its next use: for engines that replace them."""
+        self._live = None
 
     @property
     def _progress(self) -> Progress:

@@ -21,6 +21,7 @@ from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, REF, ParamState
 from mechanic_plugins.core.tuner import was_outlier
 from mechanic_plugins.core.tuner_state import Sums, initial_state
+from mechanic_plugins.distributed.engines import refuse_unattached
 from mechanic_plugins.distributed.reduction import Identity
 from mechanic_plugins.distributed.sharding import (
     Counting,
@@ -28,7 +29,6 @@ from mechanic_plugins.distributed.sharding import (
     is_fake,
     local,
     reduction_for,
-    refuse_unattached,
 )
 from mechanic_plugins.kernels.triton_support import is_capturing
 from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
