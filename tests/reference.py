@@ -231,7 +231,7 @@ class Reference:
         *,
         betas: Sequence[float] = BETAS,
         s_init: float | Literal["auto"] = "auto",
-        first_move: float = 3e-3,
+        first_move: float | None = None,
         s_decay: float = 0.0,
         eps: float | None = None,
         rule: str = "optimistic",
@@ -241,7 +241,10 @@ class Reference:
         scope: Literal["all", "group"] = "all",
         hindsight: float | None = None,
         own_warmup: bool | None = None,
+        max_grad_norm: float = math.inf,
     ) -> None:
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm = 0.0  # before clipping
         self.x_ref = [p.detach().to(torch.float64, copy=True) for p in params]
         self.x = [p.clone() for p in self.x_ref]
         self.Delta = [torch.zeros_like(p) for p in self.x_ref]
@@ -253,7 +256,10 @@ class Reference:
         self.s_decay = s_decay
         is_ours = rule == "optimistic"
         smoothing = (0.97 if is_ours else 0.0) if smoothing is None else smoothing
-        hindsight = (0.15 if is_ours else 1.0) if hindsight is None else hindsight
+        is_sgd = is_ours and isinstance(self.base, torch.optim.SGD)
+        first_move = (5e-4 if is_sgd else 3e-3) if first_move is None else first_move
+        ours = 0.3 if is_sgd else 0.15
+        hindsight = (ours if is_ours else 1.0) if hindsight is None else hindsight
         own_warmup = is_ours if own_warmup is None else own_warmup
         if eps is None:
             eps = {"optimistic": 0.0, "experiments": 1e-10}.get(rule, 1e-8)
@@ -282,6 +288,7 @@ class Reference:
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         """Steps from the weights x_t, at which the gradients were taken, to x_{t+1}."""
+        grads = self.clipped(grads)
         self.begin_anew(self.minimised_gradients(grads))
         longer = [self.growth_of(part, self.minimised_gradients(grads)) for part in self.parts]
         if max(longer) > 100 and self.parts[0].is_optimistic:
@@ -307,6 +314,15 @@ class Reference:
                 self.Delta[i] = part.kept * self.Delta[i] + u[i]
                 self.x[i] = self.x_ref[i] + part.played * self.Delta[i]
             part.longest = max(0.999 * part.longest, self.norm_of(part, g))
+
+    def clipped(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """As one long vector, no longer than `max_grad_norm`: what tuner and base see of them."""
+        whole = torch.cat([torch.zeros(1).double(), *(grad.double().flatten() for grad in grads if grad is not None)])
+        self.grad_norm = whole.norm().item()
+        if self.max_grad_norm >= self.grad_norm + 1e-6:
+            return list(grads)
+        share = self.max_grad_norm / (self.grad_norm + 1e-6)  # torch.nn.utils.clip_grad_norm_ adds that too
+        return [None if grad is None else share * grad.double() for grad in grads]
 
     def begin_anew(self, g: Tensors) -> None:
         """If the only gradient so far was a hundred times as long as this one, it was an outlier, and is forgotten."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import pytest
@@ -159,3 +160,92 @@ def test_the_moments_of_a_16_bit_number_survive_a_checkpoint(base: str) -> None:
     assert moments[0].keys() == moments[1].keys()
     assert all(torch.equal(moments[0][name], moments[1][name]) for name in moments[0])
     assert opts[0].state[p]["step"].dtype == torch.float32
+
+
+class Queue(torch.optim.Optimizer):
+    """Steps by the gradient before this one, from a queue."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            queue = self.state[p].setdefault("queue", deque([torch.zeros_like(p)] * 2, maxlen=2))
+            queue.append(p.grad.clone())
+            p.sub_(queue[0].lerp(p.grad, 0.5), alpha=self.param_groups[0]["lr"])
+
+
+class Cell:
+    """A tensor in an object."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class InAnObject(Queue):
+    """Keeps its momentum where torch's own state dicts do not look either."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            cell = self.state[p].setdefault("cell", Cell(torch.zeros_like(p)))
+            p.sub_(cell.value.lerp_(p.grad, 0.5), alpha=self.param_groups[0]["lr"])
+
+
+class Casting(Queue):
+    """Casts its momentum to a dtype that it was given."""
+
+    dtype: torch.dtype
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.dtype = torch.bfloat16
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=self.dtype))
+            p.sub_(momentum.lerp_(p.grad.to(self.dtype), 0.5), alpha=self.param_groups[0]["lr"])
+
+
+class Newton(Queue):
+    """Differentiates the gradients once more."""
+
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        grads = [p.grad for p in params]
+        curved = torch.autograd.grad(grads, params, grad_outputs=[torch.ones_like(g) for g in grads])
+        with torch.no_grad():
+            for p, curvature in zip(params, curved, strict=True):
+                p.sub_(p.grad / curvature, alpha=self.param_groups[0]["lr"])
+
+
+def descend_a_parabola(opt: Any, p: Tensor, *, create_graph: bool) -> None:
+    for _ in range(40):
+        loss = ((p - torch.linspace(-1, 1, p.numel()).to(p.dtype)) ** 2).sum()
+        (p.grad,) = torch.autograd.grad(loss, [p], create_graph=create_graph)
+        opt.step()
+
+
+def test_a_queue_of_gradients_of_16_bit_weights_is_widened_too() -> None:
+    """lerp() refused a bfloat16 gradient beside a float32 one."""
+    p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    opt = mechanize(Queue([p], lr=1e-2))
+    descend(opt, p, 40)
+    assert (p.detach().float() - torch.linspace(-1, 1, 8)).norm() < 1.5, "it started at 3.4"
+    queue = opt.state[p]["queue"]
+    assert (type(queue), queue.maxlen, {g.dtype for g in queue}) == (deque, 2, {torch.bfloat16})
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"), [(InAnObject, "in an object"), (Casting, "a dtype of its own"), (Newton, "a graph")]
+)
+def test_a_base_that_cannot_step_float32_copies_steps_the_16_bit_weights(cls: Any, reason: str) -> None:
+    """It met tensors of two dtypes, or weights that its graph did not know, and raised."""
+    p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    opt = mechanize(cls([p], lr=0.1))
+    with pytest.warns(UserWarning, match=f"{cls.__name__} steps the bfloat16 weights themselves.*{reason}"):
+        descend_a_parabola(opt, p, create_graph=cls is Newton)
+    assert (p.detach().float() - torch.linspace(-1, 1, 8)).norm() < 1.5, "it started at 3.4"
+    assert list(opt.state) == [p]

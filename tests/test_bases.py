@@ -63,13 +63,19 @@ class DAdaptLion(torch.optim.SGD): ...
 class Ranger21(torch.optim.SGD): ...
 
 
+class AccSGD(torch.optim.SGD): ...
+
+
 class FTRL(torch.optim.SGD): ...
 
 
-@pytest.mark.parametrize("cls", [AdamWScheduleFree, ScheduleFreeAdamW, Mine, Prodigy, DAdaptLion, Ranger21, FTRL])
+OWN_ITERATES = [AdamWScheduleFree, ScheduleFreeAdamW, Mine, Prodigy, DAdaptLion, Ranger21, FTRL, AccSGD]
+
+
+@pytest.mark.parametrize("cls", OWN_ITERATES)
 def test_bases_with_iterates_of_their_own_are_refused_by_name(cls: Any) -> None:
     """schedulefree, pytorch_optimizer, prodigyopt and dadaptation call theirs so; they ran, and went wrong."""
-    with pytest.raises(ValueError, match=r"cannot be mechanized: its weights follow .* such as AdamW or SGD"):
+    with pytest.raises(ValueError, match=r"cannot be mechanized: it computes the weights from .* such as AdamW or SGD"):
         mechanize(cls([nn.Parameter(torch.ones(2))], lr=0.1))
 
 

@@ -68,7 +68,7 @@ def test_a_diverged_run_can_be_drawn(tmp_path: Path) -> None:
         (["--steps", "0"], "at least 20, got 0"),
         (["--steps", "many"], "at least 20, got many"),
         (["--lrs", "1e-3", "-1"], "above 0, got -1"),
-        (["--lrs", "1e-3,1e-2"], "separate several by spaces"),
+        (["--lrs", "1e-3,1e-2"], "separate several with spaces"),
         (["--lrs", "inf"], "above 0, got inf"),
         (["--base-lr", "nan"], "above 0, got nan"),
         (["--out", "picture.txt"], "must end in .png, .pdf, .svg, got picture.txt"),
@@ -89,6 +89,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, "mechanic_plugins.demo")
+    for module in [name for name in sys.modules if name.startswith("mechanic_plugins.demo")]:
+        monkeypatch.delitem(sys.modules, module)
     with pytest.raises(ImportError, match=rf"needs {missing}: pip install 'mechanic-plugins\[demo\]'"):
         importlib.import_module("mechanic_plugins.demo")

@@ -14,7 +14,7 @@ from mechanic_plugins import mechanize
 ADAMW = torch.optim.AdamW
 
 
-METRICS = {f"mechanic/{name}" for name in ("scale", "effective_lr", "h", "steps", "skipped_steps")}
+METRICS = {f"mechanic/{name}" for name in ("scale", "effective_lr", "h", "grad_norm", "steps", "skipped_steps")}
 
 
 @pytest.mark.parametrize("scope", ["all", "group"])

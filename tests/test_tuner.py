@@ -297,3 +297,17 @@ def test_an_lr_of_nan_is_not_remembered() -> None:
     state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.25]]).double())
     assert noted(state, torch.tensor([[math.nan]]).double()).lr.item() == 0.25
     assert noted(state, torch.tensor([[0.5]]).double()).lr.item() == 0.5
+
+
+def test_scaled_gradients_scale_their_sums() -> None:
+    """What engines use to unscale and clip after the sums were taken."""
+    d, g, x = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    factor = torch.tensor(0.25, dtype=torch.float64)
+
+    def vector(g: Tensor) -> Tensor:
+        products = {"d": d, "g": g, "x": x}
+        one = torch.stack([products[a].dot(products[b]) for a, b in SUMS])
+        return torch.cat([one, 2 * one, torch.ones(1, dtype=torch.float64)])
+
+    scaled = tuner_state.with_scaled_gradients(vector(g), factor)
+    torch.testing.assert_close(scaled, vector(factor * g), rtol=1e-15, atol=0)
