@@ -7,13 +7,16 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-# These run several ranks at a time and want the machine for themselves; the other tests share it.
-ON_RANKS := $(addprefix tests/,deepspeed_plugin distributed lightning transformers_plugin)
+# tests/conftest.py says which tests stay together and which go first.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
 
-.PHONY: help install test test-long test-outside lint format demo clean
+.PHONY: help install test test-fast test-long test-outside lint format demo docs clean
 
 help:
-	@echo 'make test     the whole suite; PYTEST_ADDOPTS="-m not\ slow" leaves the long ones out'
+	@echo 'make test     the whole suite, on two cores; more by WORKERS=4'
+	@echo 'make test-fast'
+	@echo '              what needs neither a framework, nor ranks, nor long'
 	@echo 'make test-long'
 	@echo '              random training loops, other ones each time, for an hour'
 	@echo 'make test-outside'
@@ -22,6 +25,7 @@ help:
 	@echo 'make lint     ruff and mypy --strict'
 	@echo 'make format   let ruff rewrite the files'
 	@echo 'make demo     a first training run: a table and a picture; options by ARGS="--steps 200"'
+	@echo 'make docs     the documentation, into site/; fails on a broken link'
 	@echo 'make clean    remove the virtual environment and all caches'
 
 install: $(INSTALLED)
@@ -39,8 +43,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 test: $(INSTALLED)
 	@# minutes the first time, nothing after that; without a compiler it says what will be skipped
 	$(BIN)/python tests/build_ops.py
-	$(BIN)/python -m pytest $(ON_RANKS)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ON_RANKS))
+	$(PYTEST)
+
+test-fast: $(INSTALLED)
+	$(PYTEST) -m 'not slow and not ranks' $(wildcard tests/test_*.py)
 
 test-long: $(INSTALLED)
 	MECHANIC_EXAMPLES=20 $(BIN)/python -m pytest tests/test_state_machine.py tests/distributed/test_state_machine_on_ranks.py
@@ -62,5 +68,11 @@ format: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python -m mechanic_plugins.demo $(ARGS)
 
+# A group of its own, installed here alone: the tests do not wait for it.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --group docs --constraint constraints.txt
+	$(BIN)/python docs/options.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide warnings from --strict
+
 clean:
-	rm -rf $(VENV) .outside dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .outside dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache

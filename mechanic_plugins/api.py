@@ -81,7 +81,7 @@ def mechanize(
         optimizer: Any torch optimizer, or its class.
         betas: One discount factor per bettor; their scales are summed.
         s_init: The first scale ["auto": the first move is the share `first_move` of the weights' norm].
-        first_move: See s_init [3e-3].
+        first_move: See s_init [3e-3; 5e-4 for SGD].
         s_decay: The paper's lambda, a pull on the scale towards small weights [0].
         eps: Added to sqrt(v) [0].
         rule: "optimistic", or a published tuner with the constants it was published with: "paper", "experiments",
@@ -89,7 +89,8 @@ def mechanize(
         preset: "paper" sets the paper's rule and constants, "0.1" what version 0.1 of this package did by default.
         normalize_lr: Let the result not depend on the base's lr: the constants above are stated for an lr of 1.
         smoothing: Play a log-average of the scale; 0 plays it as it is [0.97].
-        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.15].
+        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.15;
+            0.3 for SGD].
         own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
         scope: "all" learns one scale, "group" one for each param group.
         max_scale: Never play a scale above this.

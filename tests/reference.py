@@ -231,7 +231,7 @@ class Reference:
         *,
         betas: Sequence[float] = BETAS,
         s_init: float | Literal["auto"] = "auto",
-        first_move: float = 3e-3,
+        first_move: float | None = None,
         s_decay: float = 0.0,
         eps: float | None = None,
         rule: str = "optimistic",
@@ -256,7 +256,10 @@ class Reference:
         self.s_decay = s_decay
         is_ours = rule == "optimistic"
         smoothing = (0.97 if is_ours else 0.0) if smoothing is None else smoothing
-        hindsight = (0.15 if is_ours else 1.0) if hindsight is None else hindsight
+        is_sgd = is_ours and isinstance(self.base, torch.optim.SGD)
+        first_move = (5e-4 if is_sgd else 3e-3) if first_move is None else first_move
+        ours = 0.3 if is_sgd else 0.15
+        hindsight = (ours if is_ours else 1.0) if hindsight is None else hindsight
         own_warmup = is_ours if own_warmup is None else own_warmup
         if eps is None:
             eps = {"optimistic": 0.0, "experiments": 1e-10}.get(rule, 1e-8)

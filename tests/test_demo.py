@@ -30,6 +30,7 @@ def test_it_ends_in_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
     assert out.read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", demo.BASES)
 def test_mechanic_learns_and_the_base_lr_does_not_matter(base: str) -> None:
     tiny, _ = demo.compare(base, lrs=[], base_lr=1e-6, steps=400, seed=0, quiet=True)

@@ -18,6 +18,7 @@ __all__ = [
     "is_torchs_own",
     "own_iterate",
     "skips_on_found_inf",
+    "steps_grow_with_gradient",
 ]
 
 _LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Muon")
@@ -33,7 +34,7 @@ _OTHERS_LINEAR_IN_LR = (
 """By name, so that they are not imported."""
 
 _OWN_ITERATES = ("schedulefree", "prodigy", "dadapt", "lookahead", "ranger", "madgrad")
-_OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm")
+_OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm", "accsgd")
 """Parts of class names, and whole names, in lower case: optimizers that do not add an update to the current weights but
 compute the weights from iterates, averages or starting points of their own, or learn a scale from those."""
 
@@ -52,6 +53,11 @@ def is_linear_in_lr(base: Optimizer) -> bool:
 def ignores_a_schedule(base: Optimizer) -> bool:
     """Whether the base ignores later changes of lr: Rprop's lr is its first step size."""
     return isinstance(base, torch.optim.Rprop)
+
+
+def steps_grow_with_gradient(base: Optimizer) -> bool:
+    """SGD and its kin. Other optimizers normalise their steps, by moments, signs or norms."""
+    return any("sgd" in parent.__name__.lower() for parent in type(base).__mro__)
 
 
 def is_torchs_own(base: Optimizer) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 __all__ = ["LEFT_OPEN", "PRESETS", "Preset", "Rule", "Scope", "Settings", "check_max_grad_norm"]
 
@@ -39,6 +39,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """The paper's constants, and the defaults of version 0.1 of this package."""
+FOR_GROWING_STEPS: dict[str, Any] = {"first_move": 5e-4, "hindsight": 0.3}
+"""The defaults for a base whose steps grow with the gradient: at too large a scale it diverges within a few steps."""
 LEFT_OPEN = tuple(PRESETS["0.1"])
 """Options that may be None: the preset's value is used, or the rule's, or the default."""
 
@@ -59,6 +61,7 @@ class Settings:
     max_scale: float | None = None
     scope: Scope = "all"
     normalize_lr: bool = True
+    _chosen: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         _check_betas(self.betas)
@@ -80,7 +83,20 @@ class Settings:
         else:
             _one_of(*PRESETS).check("preset", preset)
             constants = PRESETS[preset]
-        return cls(**{**constants, **chosen})
+        settings = cls(**{**constants, **chosen})
+        object.__setattr__(settings, "_chosen", frozenset(constants) | frozenset(chosen))
+        return settings
+
+    def for_base(self, *, steps_grow_with_gradient: bool) -> Settings:
+        """With the defaults for this kind of base, where neither the user nor a preset chose a value."""
+        if not steps_grow_with_gradient or self.rule != "optimistic":
+            return self
+        open_ = {
+            name: value
+            for name, value in FOR_GROWING_STEPS.items()
+            if name not in self._chosen and getattr(self, name) == getattr(Settings, name)
+        }
+        return replace(self, **open_)
 
     def at_lr(self, lr: float) -> Settings:
         """Settings that give the same trajectory for a base whose updates are `lr` times as long."""

@@ -73,7 +73,7 @@ class Mechanic(Callback):
     Args:
         betas: One discount factor per tuner; their scales are summed.
         s_init: The initial scale ["auto": the first move has length `first_move`, relative to the weights' norm].
-        first_move: See s_init [3e-3].
+        first_move: See s_init [3e-3; 5e-4 for SGD].
         s_decay: The paper's lambda, a penalty on the norm of the weights [0].
         eps: Added to sqrt(v) [0].
         rule: "optimistic", or a published tuner with its constants: "paper", "experiments", "optax" or "theory"
@@ -81,7 +81,8 @@ class Mechanic(Callback):
         preset: "paper" sets the paper's rule and constants, "0.1" the defaults of version 0.1 of this package.
         normalize_lr: State the constants above for lr=1, which makes training independent of the optimizer's lr.
         smoothing: Decay of a moving average of log(scale), which is applied; 0 applies the scale itself [0.97].
-        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.15].
+        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.15;
+            0.3 for SGD].
         own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
         scope: "all" learns one scale per optimizer, "group" one per param group.
         max_scale: Upper bound on the scale.

@@ -66,7 +66,7 @@ class Wrapper(Optimizer):
         check_backend(backend)
         check_max_grad_norm(max_grad_norm)
         self.base = base
-        self.settings = settings
+        self.settings = settings.for_base(steps_grow_with_gradient=known_bases.steps_grow_with_gradient(base))
         self.group = group
         self.sync_replicas = sync_replicas
         self.backend = backend

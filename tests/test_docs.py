@@ -1,0 +1,280 @@
+"""What README and docs show runs, and what they name is there.
+
+Blocks that need ranks run in deepspeed_plugin/test_deepspeed_docs.py and distributed/test_sharded_docs.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from documented import PAGES, ROOT, Model, blocks, execute, python_blocks, train
+from torch import Tensor
+
+from mechanic_plugins import MechanicOptimizer, mechanize
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)
+
+
+def pages_with(kind: str) -> list[str]:
+    return list(dict.fromkeys(block.page.name for block in python_blocks(kind)))
+
+
+# ------------------------------------------------------------------------------------------------ python
+
+
+@pytest.mark.parametrize("page", pages_with("plain"))
+def test_plain_blocks(page: str) -> None:
+    names = execute(python_blocks("plain", page), {"torch": torch, "model": Model(), "train": train})
+    built = [value for value in names.values() if isinstance(value, MechanicOptimizer)]
+    assert built
+    if "plain" in names:
+        assert not isinstance(names["plain"], MechanicOptimizer)
+
+
+def lightning_names() -> dict[str, Any]:
+    import lightning.pytorch as pl
+    from lightning.fabric import Fabric
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Model()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+        def train_dataloader(self) -> Any:
+            data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+            return torch.utils.data.DataLoader(data, batch_size=8)
+
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = functools.partial(pl.Trainer, accelerator="cpu", devices=1, **quiet)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    return {"torch": torch, "Trainer": trainer, "module": Module(), "fabric": fabric, "net": Model()}
+
+
+@pytest.mark.parametrize("page", pages_with("lightning"))
+@pytest.mark.filterwarnings("default")  # Lightning's own, which tests/lightning does not let through
+def test_lightning_blocks(page: str) -> None:
+    names = execute(python_blocks("lightning", page), lightning_names())
+    assert names["trainer"].callback_metrics["mechanic/scale"] > 0
+    if page == "lightning.md":
+        assert Path("plain.ckpt").exists()
+        assert names["learned"] > 0
+
+
+def transformers_names() -> dict[str, Any]:
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=8)
+    config.bos_token_id = config.eos_token_id = 0
+    tokens = torch.arange(32 * 8).view(32, 8) % 32
+    arguments = functools.partial(
+        transformers.TrainingArguments, use_cpu=True, report_to="none", disable_tqdm=True, save_total_limit=1
+    )
+    return {
+        "torch": torch,
+        "Trainer": transformers.Trainer,
+        "TrainingArguments": arguments,
+        "model": transformers.GPT2LMHeadModel(config),
+        "dataset": [{"input_ids": row, "labels": row} for row in tokens],
+    }
+
+
+@pytest.mark.parametrize("page", pages_with("transformers"))
+@pytest.mark.filterwarnings("default")  # as above
+def test_transformers_blocks(page: str) -> None:
+    names = execute(python_blocks("transformers", page), transformers_names())
+    assert str(names["args"].optim.value).startswith("mechanic_")
+    if page == "huggingface.md":
+        assert Path("plain/checkpoint-20/optimizer.pt").exists()
+
+
+@pytest.mark.parametrize("page", pages_with("accelerate"))
+def test_accelerate_blocks(page: str) -> None:
+    import accelerate
+
+    names = {"torch": torch, "model": Model(), "train": train, "accelerator": accelerate.Accelerator(cpu=True)}
+    names = execute(python_blocks("accelerate", page), names)
+    assert isinstance(names["optimizer"].optimizer, MechanicOptimizer)
+
+
+def test_no_kind_of_block_is_left_out() -> None:
+    run_here = {"plain", "lightning", "transformers", "accelerate"}
+    run_on_ranks = {"deepspeed", "sharding"}
+    assert {block.kind for block in blocks("python")} == run_here | run_on_ranks
+    assert [block for block in blocks("python") if block.reason] == []
+    assert blocks("py") + blocks("sh") + blocks("shell") == []
+
+
+# ------------------------------------------------------------------------------------------------ console
+
+SHORT = {
+    "python -m mechanic_plugins.demo": "--steps 20 --lrs 1e-2",
+    "python -m mechanic_plugins.bench": "--device cpu --sizes tiny --repeats 1",
+    "python -m mechanic_plugins.bench --ranks": "",
+    "python examples/train_plain.py": "--epochs 1",
+    "python examples/train_lightning.py": "--epochs 1 --batch-size 500",
+    "python examples/train_transformers.py": "--max_steps 4 --logging_steps 1 --use_cpu --disable_tqdm true",
+}
+"""The commands that run as they are printed, with what makes them short appended."""
+
+ELSEWHERE = {
+    "huggingface.md": ["mechanic-run", "python", "torchrun", "accelerate", "deepspeed"],
+    "deepspeed.md": ["torchrun", "python"],
+    "sharding.md": ["torchrun", "torchrun"],
+    "results.md": ["python", "python", "python"],
+    "CONTRIBUTING.md": ["python", "twine"],
+}
+"""What is marked as not run, by page: it needs ranks, hours or the network. The marks say which test stands in."""
+
+
+def commands(marked: bool) -> list[tuple[str, str]]:
+    """Page and command, comments and line breaks taken away."""
+    found = []
+    for block in blocks("console"):
+        if bool(block.reason) == marked:
+            joined = block.text.replace("\\\n", " ")
+            found += [(block.page.name, re.sub(r"\s+# .*", "", line).strip()) for line in joined.splitlines()]
+    return found
+
+
+def test_what_is_not_run_is_marked_and_listed() -> None:
+    programs: dict[str, list[str]] = {}
+    for page, command in commands(marked=True):
+        words = [word for word in command.split() if "=" not in word]
+        programs.setdefault(page, []).append(words[0])
+    assert programs == ELSEWHERE
+    for block in blocks("console"):
+        tests = re.findall(r"tests/\S+\.py", block.reason or "")
+        assert [test for test in tests if not (ROOT / test).exists()] == []
+
+
+def test_every_other_command_is_known() -> None:
+    others = {command for _, command in commands(marked=False)}
+    others = {command for command in others if not command.startswith(("pip install ", "make "))}
+    assert others == set(SHORT)
+
+
+@pytest.mark.parametrize("command", SHORT)
+@pytest.mark.filterwarnings("default")
+def test_commands_run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process: the frameworks are imported already."""
+    _, *words = shlex.split(f"{command} {SHORT[command]}")
+    monkeypatch.setattr(sys, "argv", words[words[0] == "-m" :])
+    try:
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__")
+        else:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    assert capsys.readouterr().out
+
+
+def test_make_targets_exist() -> None:
+    targets = {command.split()[1] for _, command in commands(marked=False) if command.startswith("make ")}
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets == {"install", "test", "lint", "docs"}
+    assert [t for t in targets if not re.search(rf"^{t}:", makefile, flags=re.MULTILINE)] == []
+
+
+def test_extras_exist() -> None:
+    extras = re.search(
+        r"\[project\.optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.DOTALL
+    )
+    assert extras
+    known = set(re.findall(r"^([\w-]+) =", extras[1], flags=re.MULTILINE))
+    texts = "\n".join(page.read_text() for page in PAGES)
+    named = {
+        name
+        for names in re.findall(r"pip install '(?:mechanic-plugins|\.)\[([^\]]+)\]'", texts)
+        for name in names.split(",")
+    }
+    assert named
+    assert named <= known
+
+
+# ------------------------------------------------------------------------------------------------ what is named
+
+
+def test_readme_is_short_and_has_the_commands_of_ci() -> None:
+    assert len(README.splitlines()) <= 150
+    ci = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
+    assert ci == ["make test", "make lint"]
+    assert "\n".join(ci) in README
+    assert README.index("pip install") < README.index("```python")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    from_root = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+    assert [link for link in links if not (page.parent / from_root.get(link, link)).exists()] == []
+
+
+def test_every_page_is_in_the_navigation_and_in_the_readme() -> None:
+    names = {page.name for page in (ROOT / "docs").glob("*.md")}
+    navigation = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert navigation == names | {"contributing.md", "changelog.md"}
+    assert [name for name in names if f"(docs/{name})" not in README] == []
+
+
+def test_modules_and_scripts_exist() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        modules = set(re.findall(r"-m (mechanic_plugins\.\w+)", text))
+        assert [name for name in modules if importlib.util.find_spec(name) is None] == [], page
+        files = set(re.findall(r"(?<![\w/.-])((?:examples|tests|docs)/[\w/]+\.\w+)", text))
+        assert [file for file in files if not (ROOT / file).exists()] == [], page
+
+
+def test_the_rooms_of_the_house_are_where_contributors_are_sent() -> None:
+    named = set(re.findall(r"`((?:\w+/)?\w+(?:/|\.py))`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(named) > 12
+    inside = {name for name in named - {"site/"} if not (ROOT / name).exists()}
+    assert [name for name in inside if not (ROOT / "mechanic_plugins" / name).exists()] == []
+
+
+def test_the_repository_has_one_address() -> None:
+    address = re.search(r'^Homepage = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert address
+    assert f"repo_url: {address[1]}\n" in (ROOT / "mkdocs.yml").read_text()
+    assert f"repository-code: {address[1]}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"]({address[1]}/blob/main/" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_option_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    parameters = inspect.signature(mechanize).parameters.values()
+    options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert len(options) > 10
+    assert [name for name in options if f"\n| `{name}` |" not in page] == []
+    tools = runpy.run_path(str(ROOT / "docs" / "options.py"))
+    assert tools["updated"](page) == page, "run python docs/options.py"
+
+
+def test_the_table_of_ranks_is_what_the_model_says() -> None:
+    from mechanic_plugins.bench.costs import ranks_table
+
+    assert ranks_table() in (ROOT / "docs" / "performance.md").read_text()
