@@ -15,6 +15,7 @@ from optimizers import OPTIMIZERS, Row
 from problems import backward, differences, everything, perceptron, train
 from reference import Reference
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import clip_grad_norm_
 
 from mechanic_plugins import MechanicOptimizer, demechanize, mechanize
@@ -456,3 +457,13 @@ def test_demechanize_leaves_no_clipping_behind() -> None:
     gradients = [p.grad.clone() for p in model.parameters()]
     plain.step()
     assert not differences(gradients, [p.grad for p in model.parameters()])
+
+
+def test_the_dry_run_of_distributed_checkpoints_leaves_no_trace() -> None:
+    models = perceptron(), perceptron()
+    opts = [mechanize(torch.optim.AdamW(model.parameters()), max_grad_norm=NORM) for model in models]
+    get_optimizer_state_dict(models[0], opts[0])
+    assert opts[0].grad_norm == 0
+    for model, opt in zip(models, opts, strict=True):
+        train(model, opt, 10)
+    assert not differences(everything(opts[0]), everything(opts[1]))

@@ -173,10 +173,8 @@ def check_clipping_in_a_graph() -> Iterator[tuple[str, bool]]:
         ends.append(torch.cat([p.detach().flatten() for p in params]))
     distance = ((ends[0] - ends[1]).norm() / ends[0].norm()).item()
     alike = all(abs(a - b) <= 1e-4 * a for a, b in zip(norms[:20], norms[20:], strict=True))
-    yield (
-        f"clipping in a CUDA graph: {distance:.1e} from uncaptured steps, norms alike: {alike}",
-        distance < 1e-6 and alike,
-    )
+    said = f"clipping in a CUDA graph: {distance:.1e} from uncaptured steps, norms alike: {alike}"
+    yield said, distance < 1e-6 and alike
 
 
 def check_bf16() -> Iterator[tuple[str, bool]]:
