@@ -7,18 +7,23 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-# These run several ranks at a time and want the machine for themselves; the other tests share it.
-ON_RANKS := $(addprefix tests/,deepspeed_plugin distributed lightning transformers_plugin)
+# tests/conftest.py says which tests stay together and which go first.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
 
-.PHONY: help install test test-long test-outside lint format demo docs clean
+.PHONY: help install test test-fast test-long test-outside test-programs lint format demo docs clean
 
 help:
-	@echo 'make test     the whole suite; PYTEST_ADDOPTS="-m not\ slow" leaves the long ones out'
+	@echo 'make test     the whole suite, on two cores; more by WORKERS=4'
+	@echo 'make test-fast'
+	@echo '              what needs neither a framework, nor ranks, nor long'
 	@echo 'make test-long'
 	@echo '              random training loops, other ones each time, for an hour'
 	@echo 'make test-outside'
 	@echo '              the test suites of pytorch_optimizer, torch, Lightning and transformers, mechanized; the last'
 	@echo '              three from checkouts: TORCH=path LIGHTNING=path TRANSFORMERS=path; options by ARGS="--only torch"'
+	@echo 'make test-programs'
+	@echo '              the programs of docs/programs.md, installed by pip into .programs/; one by ARGS="--only litgpt"'
 	@echo 'make lint     ruff and mypy --strict'
 	@echo 'make format   let ruff rewrite the files'
 	@echo 'make demo     a first training run: a table and a picture; options by ARGS="--steps 200"'
@@ -40,8 +45,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 test: $(INSTALLED)
 	@# minutes the first time, nothing after that; without a compiler it says what will be skipped
 	$(BIN)/python tests/build_ops.py
-	$(BIN)/python -m pytest $(ON_RANKS)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ON_RANKS))
+	$(PYTEST)
+
+test-fast: $(INSTALLED)
+	$(PYTEST) -m 'not slow and not ranks' $(wildcard tests/test_*.py)
 
 test-long: $(INSTALLED)
 	MECHANIC_EXAMPLES=20 $(BIN)/python -m pytest tests/test_state_machine.py tests/distributed/test_state_machine_on_ranks.py
@@ -50,6 +57,10 @@ test-long: $(INSTALLED)
 test-outside: $(INSTALLED)
 	$(BIN)/python tests/outside/run.py $(if $(TORCH),--torch $(TORCH)) $(if $(LIGHTNING),--lightning $(LIGHTNING)) \
 		$(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) $(ARGS)
+
+# Not a part of CI: it installs every program.
+test-programs: $(INSTALLED)
+	$(BIN)/python tests/programs/run.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -70,4 +81,4 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide warnings from --strict
 
 clean:
-	rm -rf $(VENV) .outside dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .outside .programs dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -60,7 +60,7 @@ def constants_table() -> str:
 
 
 def _mechanized(**options: Any) -> MechanicOptimizer:
-    return mechanize(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), **options)
+    return mechanize(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0), **options)
 
 
 def _explained(bracket: re.Match[str]) -> str:

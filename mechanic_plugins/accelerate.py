@@ -3,9 +3,8 @@
     from mechanic_plugins.accelerate import mechanize
     model, optimizer = accelerator.prepare(model, mechanize(torch.optim.AdamW(model.parameters())))
 
-Plain, DDP and FSDP need no more than the optimizer. DeepSpeed does: its engine has to be told (mechanic_plugins.
-deepspeed), and accelerate replaces any optimizer by a plain DeepSpeedCPUAdam when the optimizer is offloaded.
-Importing this module sees to both.
+Single-process training, DDP and FSDP need only the mechanized optimizer. DeepSpeed needs `mechanic_plugins.deepspeed`,
+and accelerate replaces an offloaded optimizer with a plain DeepSpeedCPUAdam. Importing this module handles both.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ Mapping = Callable[[Any], Any]
 
 
 def install() -> None:
-    """Lets accelerate's DeepSpeed path keep Mechanic. Twice is harmless."""
+    """Patches accelerate's DeepSpeed path to keep Mechanic. Idempotent."""
     accelerator: Any = accelerate.accelerator
     prepare = accelerator.Accelerator._prepare_deepspeed
     if not hasattr(prepare, "_mechanic"):
         accelerator.Accelerator._prepare_deepspeed = _attaching(prepare)
-    mapping = getattr(accelerator, "map_pytorch_optim_to_deepspeed", None)  # absent where DeepSpeed is
+    mapping = getattr(accelerator, "map_pytorch_optim_to_deepspeed", None)  # absent without DeepSpeed
     if mapping is not None and not hasattr(mapping, "_mechanic"):
         accelerator.map_pytorch_optim_to_deepspeed = _keeping_mechanic(mapping)
 
 
 def _attaching(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed is slow to import and wanted only here."""
+    """Imports the DeepSpeed plugin on demand: DeepSpeed is slow to import."""
 
     @functools.wraps(prepare)
     def _prepare_deepspeed(self: Any, *args: Any) -> Any:
@@ -68,6 +67,7 @@ def _keeping_mechanic(mapping: Mapping) -> Mapping:
             group=optimizer.group,
             sync_replicas=optimizer.sync_replicas,
             backend=optimizer.backend,
+            max_grad_norm=optimizer.max_grad_norm,
         )
 
     map_pytorch_optim_to_deepspeed._mechanic = True  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def _keeping_mechanic(mapping: Mapping) -> Mapping:
 
 
 def _offloaded(base: Optimizer, mapping: Mapping) -> Any:
-    """The CPU optimizer of DeepSpeed that does what the base does: accelerate takes Adam for all it does not know."""
+    """DeepSpeed's CPU version of the base. accelerate would use Adam for every base it does not know."""
     if isinstance(base, (torch.optim.Adam, torch.optim.AdamW)) or type(base).__module__.startswith("deepspeed."):
         return _linear_in_lr(mapping(base))
     if isinstance(base, Lion):
@@ -83,14 +83,14 @@ def _offloaded(base: Optimizer, mapping: Mapping) -> Any:
 
         return _linear_in_lr(DeepSpeedCPULion(base.param_groups))
     raise ValueError(
-        f"offload_optimizer would replace {type(base).__name__} by DeepSpeedCPUAdam, which is another optimizer. Use "
-        "Adam, AdamW or Lion, or keep yours by "
+        f"offload_optimizer would replace {type(base).__name__} with DeepSpeedCPUAdam, a different optimizer. "
+        "Use Adam, AdamW or Lion, or keep yours with "
         '"zero_force_ds_cpu_optimizer": false and "zero_allow_untested_optimizer": true in the DeepSpeed config.'
     )
 
 
 def _linear_in_lr(offloaded: Any) -> Any:
-    """Adam's and Lion's updates are: said of the class, where Mechanic looks, they keep their digits at a small lr."""
+    """Declares that the updates are proportional to lr, which keeps them precise at a small lr."""
     type(offloaded).linear_in_lr = True
     return offloaded
 

@@ -2,8 +2,8 @@
 
     python -m mechanic_plugins.ds_to_universal --input_folder ckpt/global_step100 --output_folder ckpt/universal
 
-DeepSpeed's own converter exports three tensors of each parameter by name: the weights and Adam's two moments. This one
-runs it twice. The second time delta stands where the weights are, so that it is cut and merged exactly as they are.
+DeepSpeed's own converter exports three tensors per parameter by name: the weights and Adam's two moments. This one runs
+it twice, the second time with delta in place of the weights, so that delta is split and merged exactly like them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["convert"]
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Converts a checkpoint folder. `args` are those of DeepSpeed's converter."""
+    """Converts a checkpoint folder. Takes the arguments of DeepSpeed's converter."""
     ds_to_universal.main(args)
     with tempfile.TemporaryDirectory(dir=Path(args.output_folder).parent) as folder:
         posing, converted = Path(folder) / "in", Path(folder) / "out"
@@ -42,13 +42,13 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def _pose_as_weights(source: Path, target: Path) -> bool:
-    """A copy of the checkpoint with delta in the weights' place; False where it has no delta."""
+    """Writes a copy of the checkpoint with delta in place of the weights; False if it has no delta."""
     target.mkdir()
     for path in source.iterdir():
         if not path.name.endswith("_optim_states.pt"):
             (target / path.name).symlink_to(path.resolve())
             continue
-        # `convert` has let DeepSpeed unpickle this very file, classes of its own among it: weights_only guards nothing
+        # DeepSpeed has just unpickled this file, which holds classes of its own: weights_only would not protect
         saved = torch.load(path, map_location="cpu", weights_only=False)
         if not _replace_weights(saved["optimizer_state_dict"]):
             return False
@@ -69,7 +69,7 @@ def _replace_weights(saved: dict[str, Any]) -> bool:
 
 
 def _collect(converted: Path, target: Path) -> None:
-    """Moves delta beside the moments. A frozen weight has none, and what the converter made of it is a weight."""
+    """Moves delta beside the moments. Frozen weights have no delta: their file holds the weight itself."""
     for path in converted.rglob("fp32.pt"):
         folder = target / path.parent.relative_to(converted)
         if (folder / "exp_avg.pt").exists():

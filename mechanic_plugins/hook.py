@@ -1,29 +1,36 @@
-"""Registers Mechanic's names at the moment when a program imports transformers or DeepSpeed, and not before.
+"""Actions that wait for an import: registers Mechanic's names once a program has imported transformers or DeepSpeed.
 
-A script may set environment variables before its imports, or never import these at all: both must go as if this
-package were not there. So this file imports nothing but the standard library until then.
+A script may set environment variables before its imports, or never import these at all, and must not notice this
+package in either case. So this file imports nothing but the standard library until then.
 """
 
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["install"]
+__all__ = ["after_import", "install"]
+
+Action = Callable[[ModuleType], None]
 
 
 def install() -> None:
-    """Waits for the imports, or registers now what was imported already. Twice is harmless."""
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
-    sys.meta_path.insert(0, _Finder())
-    for name, action in _AFTER.items():
-        if name in sys.modules:
-            action(sys.modules[name])
+    """Registers with transformers and DeepSpeed when they are imported, or now if they were. Idempotent."""
+    for name, action in _REGISTRATIONS.items():
+        if action not in _actions.get(name, ()):
+            after_import(name, action)
+
+
+def after_import(name: str, action: Action) -> None:
+    """Calls `action` with the module of that name once it was executed, or now if it was imported before."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    _actions.setdefault(name, []).append(action)
+    if name in sys.modules:
+        action(sys.modules[name])
 
 
 def _add_names(module: ModuleType) -> None:
@@ -41,38 +48,36 @@ def _register_with_deepspeed(module: ModuleType) -> None:
     import mechanic_plugins.deepspeed  # noqa: F401  registers itself
 
 
-_AFTER: dict[str, Callable[[ModuleType], None]] = {
+_REGISTRATIONS: dict[str, Action] = {
     "transformers.training_args": _add_names,
     "transformers.trainer": _register,
     "deepspeed": _register_with_deepspeed,
 }
+_actions: dict[str, list[Action]] = {}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the usual finders find a module, and adds something to do when it was executed."""
-
-    def __init__(self) -> None:
-        self._asking = False
+    """Lets the usual finders find a module, and adds what to do once it was executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _AFTER or self._asking:
+        if fullname not in _actions:
             return None
-        self._asking = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._asking = False
+        others = (
+            finder for finder in sys.meta_path if not isinstance(finder, _Finder) and hasattr(finder, "find_spec")
+        )
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenAct(spec.loader, _AFTER[fullname])
+            spec.loader = _ThenAct(spec.loader, _actions[fullname])
         return spec
 
 
 class _ThenAct(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, action: Callable[[ModuleType], None]) -> None:
+    def __init__(self, loader: importlib.abc.Loader, actions: Sequence[Action]) -> None:
         self._loader = loader
-        self._action = action
+        self._actions = actions
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
@@ -86,4 +91,7 @@ class _ThenAct(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._action(module)
+        # transformers puts a lazy module in its own place while it runs
+        module = sys.modules.get(module.__name__, module)
+        for action in self._actions:
+            action(module)

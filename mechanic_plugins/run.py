@@ -1,111 +1,143 @@
-"""Runs a script as it is, with Mechanic's names known to `--optim`.
+"""Runs a program as it is, with Mechanic in it.
 
-    python -m mechanic_plugins.run script.py --optim mechanic_adamw ...
+    mechanic-run script.py --optim mechanic_adamw ...
+    mechanic-run --replace torch.optim.AdamW script.py ...
+    mechanic-run --probe 200 script.py ...
+
+The first line is for transformers' Trainer: `--optim` knows Mechanic's names, and DeepSpeed's configs know
+"MechanicAdamW" and its like. The others need no name; they are for any program:
+
+    --replace CLASS    mechanize every optimizer of this class that the program builds
+    --replace OLD=NEW  the same, around another class: prodigyopt.Prodigy=torch.optim.AdamW
+    --options K=V,...  keywords of mechanize() for them: scope=group,s_decay=0.01
+    --probe STEPS      train so many steps, print the learned lr, stop with status 0
+
+`mechanic-run` is short for `python -m mechanic_plugins.run`. The target is a script, `-m package.module`, or a command
+(torchrun, accelerate, deepspeed, ./train.sh): python processes that the program starts have Mechanic too. A launcher
+may also start the runner:
+
     torchrun ... -m mechanic_plugins.run script.py --optim mechanic_adamw ...
     accelerate launch ... -m mechanic_plugins.run script.py --optim mechanic_adamw ...
     deepspeed ... --module mechanic_plugins.run script.py --optim mechanic_adamw ...
 
-`-m package.module` in the script's place runs a module, as python does. `mechanic-run` is short for
-`python -m mechanic_plugins.run`. DeepSpeed's configs know "MechanicAdamW" and its like.
-
-A script that does not ask transformers for its optimizer may train without Mechanic and without a word. So where the
-command line has a mechanic_ name and the script has built other optimizers only, the exit status is 3.
+The exit status is the program's, but where that is 0: 3 if the command line has a mechanic_ name and the program has
+trained without Mechanic; 4 if --replace replaced nothing, or --probe saw no step. It is 2 for a bad command line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from mechanic_plugins import hook
+from mechanic_plugins.runner import active, command
+from mechanic_plugins.runner.arguments import parse
+from mechanic_plugins.runner.console import LOST, NOTHING, say, stop
+from mechanic_plugins.runner.events import Events
+from mechanic_plugins.runner.plan import Plan
 
-__all__ = ["main"]
+__all__ = ["main", "refuse_unknown"]
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
 
 def main() -> None:
     """Takes the target and its arguments from the command line."""
-    target, arguments = _split(sys.argv[1:])
-    if importlib.util.find_spec("transformers") is None:
-        _stop("there is no transformers to register with: pip install 'mechanic-plugins[transformers]'")
-    hook.install()
-    sys.excepthook = _without_our_frames({__file__, runpy.__file__, "<frozen runpy>", hook.__file__, *_started_by()})
-    try:
+    plan, target, arguments = parse(sys.argv[1:], str(__doc__))
+    if not plan.replace and importlib.util.find_spec("transformers") is None:
+        stop(
+            "there is no transformers whose --optim could learn Mechanic's names: "
+            "pip install 'mechanic-plugins[transformers]', or say which optimizer to --replace."
+        )
+    refuse_unknown(plan, [target, *arguments])
+    ours = {__file__, runpy.__file__, "<frozen runpy>", hook.__file__, active.__file__, *_started_by()}
+    sys.excepthook = _without_our_frames(ours)
+    with active.told_to_children(plan) as (plan, events), _checked(plan, events, arguments):
         if target == "-m":
             _run_module(arguments)
+        elif command.is_command(target):
+            sys.exit(command.run([target, *arguments]))
         else:
             _run_script(target, arguments)
+
+
+def refuse_unknown(plan: Plan, words: list[str]) -> None:
+    """A package that is not there cannot be replaced: known before hours of training. Nothing is imported."""
+    scripts = [str(Path(word).resolve().parent) for word in words if word.endswith(".py")]
+    for name in (name for each in plan.replace if not plan.is_default for name in (each.old, each.new) if name):
+        package = name.partition(".")[0]
+        if importlib.util.find_spec(package) is None and not PathFinder.find_spec(package, [*scripts, str(Path.cwd())]):
+            stop(f"--replace {name}: there is no package {package!r} here. Is the name right, and {package} installed?")
+
+
+@contextlib.contextmanager
+def _checked(plan: Plan, events: Events, arguments: list[str]) -> Iterator[None]:
+    """Within, the plan is at work. A program that has ended well must have done what was asked for."""
+    watch = active.activate(plan)
+    try:
+        yield
     except SystemExit as end:
-        if not end.code:
-            _check_mechanized(arguments)
-        raise
-    _check_mechanized(arguments)
-
-
-def _split(arguments: list[str]) -> tuple[str, list[str]]:
-    """DeepSpeed's launcher puts its --local_rank before the script's name: behind it, the script sees it as usual."""
-    count = 0
-    while count < len(arguments) and arguments[count].startswith("--local_rank"):
-        count += 1
-    if count == len(arguments):
-        _stop("which script? Usage: python -m mechanic_plugins.run [script.py | -m module] [its arguments]")
-    if arguments[count] in ("-h", "--help"):
-        sys.stdout.write(f"{__doc__}\n")
+        if end.code and not events.of("probed"):
+            raise
+        watch.finish()
+        _check(plan, events, arguments)
         sys.exit(0)
-    target, rest = arguments[count], arguments[count + 1 :]
-    if target == "-m":
-        if not rest:
-            _stop("which module? Usage: python -m mechanic_plugins.run -m module [its arguments]")
-        return target, [rest[0], *arguments[:count], *rest[1:]]
-    if target.startswith("-"):
-        _stop(f"expected a script or -m before the script's own arguments, got {target}")
-    return target, [*arguments[:count], *rest]
+    except Exception:
+        if not events.of("probed"):  # after that it is but the echo of processes that were stopped
+            raise
+    watch.finish()
+    _check(plan, events, arguments)
 
 
-def _stop(message: str) -> NoReturn:
-    _say(message)
-    sys.exit(2)
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"mechanic_plugins.run: {message}\n")
-
-
-def _check_mechanized(arguments: list[str]) -> None:
-    """Says so where a script has ended well and nothing was mechanized in this process."""
-    if "torch" not in sys.modules or {"-h", "--help"} & set(arguments):
+def _check(plan: Plan, events: Events, arguments: list[str]) -> None:
+    """Over all processes."""
+    others = ", ".join(sorted(events.of("built")))
+    if {"-h", "--help"} & set(arguments):
         return
-    core: Any = sys.modules.get("mechanic_plugins.optimizer")
-    if core is not None and core.MechanicOptimizer.was_built:
-        return
-    others = ", ".join(sorted(_optimizers_built()))
+    if plan.probe and not events.of("probed"):
+        stop(
+            f"--probe {plan.probe}: no mechanized optimizer made a step (optimizers built: {others or 'none'}).",
+            NOTHING,
+        )
+    if plan.replace and not plan.is_default:
+        _check_replaced(plan, events, others)
+    elif not events.of("mechanic"):
+        _check_names(arguments, others)
+
+
+def _check_replaced(plan: Plan, events: Events, others: str) -> None:
+    replaced = events.of("replaced")
+    missing = [each.old for each in plan.replace if each.old not in replaced]
+    if not replaced:
+        stop(
+            f"--replace {' --replace '.join(missing)} replaced nothing (optimizers built: {others or 'none'}). Name "
+            "the class that the program builds.",
+            NOTHING,
+        )
+    if missing:
+        say(f"warning: the program built no {' and no '.join(missing)}.")
+
+
+def _check_names(arguments: list[str], others: str) -> None:
+    """Says so where a program has ended well and nothing was mechanized."""
     asked = [value for value in (arg.rpartition("=")[2] for arg in arguments) if re.fullmatch(r"mechanic_\w+", value)]
     if asked and others:
-        _say(
-            f"{asked[0]} was asked for, but the script trained with {others}, without Mechanic: it does not take its "
-            "optimizer from transformers' --optim. Wrap it in the script: optimizer = mechanize(optimizer)."
+        stop(
+            f"{asked[0]} was asked for, but the program trained with {others}, without Mechanic: it does not take its "
+            f"optimizer from transformers' --optim. Run it with --replace and the class that it builds.",
+            LOST,
         )
-        sys.exit(3)
-    _say(f"warning: nothing was mechanized in this process (optimizers built: {others or 'none'}).")
-
-
-def _optimizers_built() -> set[str]:
-    """By name: a class has its `step` hooked by torch when its first instance is made."""
-    classes, found = [sys.modules["torch"].optim.Optimizer], set()
-    while classes:
-        cls = classes.pop()
-        classes += cls.__subclasses__()
-        if getattr(vars(cls).get("step"), "hooked", False):
-            found.add(cls.__name__)
-    return found
+    if others or "torch" in sys.modules:
+        say(f"warning: nothing was mechanized (optimizers built: {others or 'none'}).")
 
 
 def _run_module(arguments: list[str]) -> None:
@@ -140,7 +172,7 @@ def _compiled(script: str) -> Any:
         with io.open_code(str(Path(script).absolute())) as file:
             return compile(file.read(), str(Path(script).absolute()), "exec", dont_inherit=True)
     except OSError as error:
-        _stop(f"can't open file {script!r}: [Errno {error.errno}] {error.strerror}")
+        stop(f"can't open file {script!r}: [Errno {error.errno}] {error.strerror}")
 
 
 def _started_by() -> list[str]:

@@ -21,9 +21,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mechanic_plugins.core.groups import names_of
 from mechanic_plugins.optimizer import MechanicOptimizer
 
-__all__ = ["TOO_SHORT", "ScaleHistory", "is_still_rising", "learned_lr", "peak_lr", "report"]
+__all__ = [
+    "TOO_SHORT",
+    "ScaleHistory",
+    "described",
+    "group_names",
+    "is_still_rising",
+    "learned_lr",
+    "peak_lr",
+    "report",
+]
 
 TOO_SHORT = (
     "Mechanic's scale was still rising as fast as ever when the run ended, so most of it was trained at too small a "
@@ -78,12 +88,16 @@ class ScaleHistory:
         """The recorded scales, the largest group's of each step. Waits for the device once."""
         return [max(row) for row in self._rows()]
 
-    def peaks(self) -> list[tuple[float, float]]:
-        """For each param group the scale and the lr of the step whose lr in force, their product, was the highest."""
-        steps = [
+    def pairs(self) -> list[list[tuple[float, float]]]:
+        """For each recorded step, each param group's scale and lr. Synchronises with the device once."""
+        return [
             list(zip(scales, map(float, record.lrs), strict=True))
             for scales, record in zip(self._rows(), self._records, strict=True)
         ]
+
+    def peaks(self) -> list[tuple[float, float]]:
+        """For each param group the scale and the lr of the step whose lr in force, their product, was the highest."""
+        steps = self.pairs()
         groups = max(map(len, steps), default=0)
         return [max((step[g] for step in steps if g < len(step)), key=math.prod) for g in range(groups)]
 
@@ -126,12 +140,17 @@ def report(optimizer: MechanicOptimizer, history: ScaleHistory | None = None) ->
         history: Of the same run; the peak is then the highest lr that was in force. Without, it is the learned one.
     """
     pairs = history.peaks() if history is not None and len(history) else _final(optimizer)
+    return described(pairs, group_names(optimizer))
+
+
+def described(pairs: Sequence[tuple[float, float]], names: Sequence[str]) -> str:
+    """The same line from each group's scale and lr."""
     if not any(math.prod(pair) for pair in pairs):
         return "Mechanic learned no learning rate: the run made no step, or too few."
     if len({math.prod(pair) for pair in pairs}) == 1:
         scale, lr = pairs[0]
         return f"Mechanic learned a peak learning rate of {scale * lr:.3g} (scale {scale:.3g} x lr {lr:.3g})."
-    named = zip(_names(optimizer), pairs, strict=False)
+    named = zip(names, pairs, strict=False)
     listed = ", ".join(f"{name} {s * lr:.3g} ({s:.3g} x {lr:.3g})" for name, (s, lr) in named)
     return f"Mechanic learned these peak learning rates (scale x lr): {listed}."
 
@@ -140,8 +159,9 @@ def _final(optimizer: MechanicOptimizer) -> list[tuple[float, float]]:
     return list(zip(optimizer.scales.tolist(), map(peak_lr, optimizer.param_groups), strict=True))
 
 
-def _names(optimizer: MechanicOptimizer) -> Sequence[str]:
-    return [str(group.get("name", f"pg{index}")) for index, group in enumerate(optimizer.param_groups, start=1)]
+def group_names(optimizer: MechanicOptimizer) -> list[str]:
+    """A group's own name, or `pg1` and so on, as in the logs."""
+    return names_of(optimizer.param_groups)
 
 
 def peak_lr(group: dict[str, Any]) -> float:

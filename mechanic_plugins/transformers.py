@@ -5,7 +5,7 @@
 
 The import registers the names of `mechanic_plugins.hf.optim_names.BASES`. transformers has no registry, so three places
 are patched in memory: the enum of names, the static method that turns a name into a class, and the list of default
-callbacks, for the scale in the logs. transformers' own optimizers go their own way as before.
+callbacks, which log the scale. transformers' own optimizers are unaffected.
 """
 
 from __future__ import annotations
@@ -44,23 +44,21 @@ __all__ = ["MechanicCallback", "demechanize_checkpoint", "register"]
 
 
 def register(name: str, base: str | type[Optimizer]) -> None:
-    """Gives `--optim` a name of your own: `register("mechanic_myopt", MyOptimizer)`.
+    """Adds a name to `--optim`: `register("mechanic_myopt", MyOptimizer)`.
 
     Args:
-        name: Starts with "mechanic_".
-        base: An optimizer class, built with the learning rate and what `optim_args` says beside Mechanic's own
-            keys; or the name of one of transformers' optimizers, which builds it as usual.
+        name: Must start with "mechanic_".
+        base: An optimizer class, built with the learning rate and the keys of `optim_args` that are not Mechanic's; or
+            the name of one of transformers' optimizers.
 
     Raises:
-        ValueError: The name is taken or has another prefix, or transformers has no such optimizer.
+        ValueError: The name is taken or lacks the prefix, or transformers has no such optimizer.
         TypeError: Not an optimizer class.
     """
     if not name.startswith(PREFIX) or name == PREFIX:
-        raise ValueError(
-            f"the name must start with {PREFIX!r}, got {name!r}: that is how the Trainer knows it is ours."
-        )
+        raise ValueError(f"the name must start with {PREFIX!r}, got {name!r}: the Trainer recognises Mechanic by it.")
     if BASES.get(name, base) != base:
-        raise ValueError(f"{name!r} stands for {BASES[name]!r} already, got {base!r}: choose another name.")
+        raise ValueError(f"{name!r} is already registered for {BASES[name]!r}, got {base!r}: choose another name.")
     if isinstance(base, str):
         _refuse_unsuitable(OptimizerNames(base).value)
     elif not issubclass(base, Optimizer):
@@ -73,9 +71,9 @@ def register(name: str, base: str | type[Optimizer]) -> None:
 
 def _refuse_unsuitable(name: str) -> None:
     if name.startswith(PREFIX):
-        raise ValueError(f"{name!r} is mechanized already: give the base's own name.")
+        raise ValueError(f"{name!r} is already mechanized: pass the base's own name.")
     if "lomo" in name or "layerwise" in name:
-        raise ValueError(f"{name!r} steps inside the backward pass, where no scale can be learned for the whole step.")
+        raise ValueError(f"{name!r} steps inside the backward pass, before all gradients of a step are known.")
     if name.startswith("schedule_free"):
         raise ValueError(f"{name!r} moves the weights between train() and eval(), which Mechanic would undo.")
 
@@ -87,9 +85,9 @@ logger = logging.get_logger("transformers.mechanic")  # as loud as transformers 
 
 
 class MechanicCallback(TrainerCallback):
-    """Puts the scale into every training log, beside transformers' own learning_rate. Comes along by itself.
+    """Adds the scale to every training log. Added to the Trainer automatically.
 
-    At the end it says which learning rate was found, and adds it to the metrics as `mechanic/peak_lr`.
+    At the end it logs the learning rate that was found, and adds it to the metrics as `mechanic/peak_lr`.
     """
 
     def __init__(self) -> None:
@@ -103,15 +101,15 @@ class MechanicCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Training at a learning rate that was meant to be scaled would fail without a word."""
+        """Rejects an optimizer that lost its scale, which would train silently at the wrong learning rate."""
         self.history = ScaleHistory()
         if find(optimizer) is not None:
             _warn_of_schedule(args, state)
         elif is_mechanic(args):
             raise RuntimeError(
-                f"--optim {name_of(args)} was asked for, but the optimizer is {chain(optimizer)} without "
-                'Mechanic: somebody replaced it. Take the "optimizer" block out of the DeepSpeed config, and pass '
-                "Trainer no optimizer of your own."
+                f"--optim {name_of(args)} was requested, but the optimizer is {chain(optimizer)} without Mechanic: it "
+                'was replaced. Remove the "optimizer" block from the DeepSpeed config, and do not pass an optimizer to '
+                "Trainer."
             )
         if find(optimizer) is None:
             refuse_unscaled_resume(optimizer)
@@ -147,7 +145,7 @@ class MechanicCallback(TrainerCallback):
             metrics = {"mechanic/peak_lr": max(map(math.prod, self.history.peaks()))}
         logs.update(metrics)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(metrics)  # Trainer copied the logs there before it called us
+            state.log_history[-1].update(metrics)  # Trainer has copied the logs there already
 
     def on_train_end(
         self,
@@ -175,7 +173,7 @@ def _warn_of_schedule(args: TrainingArguments, state: TrainerState) -> None:
 
 
 def _worth_logging(mechanic: MechanicOptimizer) -> dict[str, float]:
-    """Trainer makes two param groups, with decay and without: one number stands for both, unless they differ."""
+    """Trainer makes two param groups, with and without decay; they are logged separately only if they differ."""
     metrics = mechanic.metrics()
     wanted = {"mechanic/scale", "mechanic/effective_lr"}
     if metrics["mechanic/skipped_steps"]:
@@ -191,7 +189,7 @@ def _worth_logging(mechanic: MechanicOptimizer) -> dict[str, float]:
 
 
 def _patch_trainer() -> None:
-    """Wraps the one static method that every version asks for the class."""
+    """Wraps the static method that every version uses to look up the class, and adds the callback."""
     trainer = importlib.import_module("transformers.trainer")
     original = trainer.Trainer.get_optimizer_cls_and_kwargs
     if not hasattr(original, "_mechanic"):
@@ -206,7 +204,7 @@ def _patch_trainer() -> None:
         trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)
     names = [callback.__name__ for callback in trainer.DEFAULT_CALLBACKS]
     if MechanicCallback.__name__ not in names:
-        # among the default ones it comes before TensorBoard's and the others' that read the logs
+        # the default callbacks run before those that read the logs, such as TensorBoard's
         trainer.DEFAULT_CALLBACKS.append(MechanicCallback)
 
 

@@ -7,6 +7,27 @@ import build_ops
 import pytest
 from ranks import Ranks
 
+POOLS = ("engines", "ranks")
+"""The fixtures that keep processes alive, which one worker should start and not both."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what runs on ranks, and says what the workers of `make test` share out: a pool's tests, or a file's.
+
+    What takes long goes first: at the end there should be small files left to even out the workers.
+    """
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    for item in items:
+        if pool := _pool(item):
+            item.add_marker(pytest.mark.ranks)
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(pool or item.path.stem))
+    items.sort(key=lambda item: (not _pool(item), item.path not in slow_files))
+
+
+def _pool(item: pytest.Item) -> str | None:
+    return next((pool for pool in POOLS if pool in getattr(item, "fixturenames", ())), None)
+
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
@@ -17,11 +38,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 class DeepSpeedRanks(Ranks):
     """They alone find the compiled operators in their environment."""
 
-    def _start(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in build_ops.environment().items():
-                patch.setenv(name, value)
-            super()._start()
+    environment = build_ops.environment()
 
 
 @pytest.fixture(scope="session")

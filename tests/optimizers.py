@@ -46,6 +46,32 @@ class Lion(torch.optim.Optimizer):
         exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
+class Overriding(torch.optim.AdamW):
+    """May do anything."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps state in dtypes and structures of its own choice, in the style of no optimizer of torch."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(t=0, wide=torch.zeros_like(p, dtype=torch.float32), pair=[torch.zeros_like(p), None])
+            state["t"] += 1
+            state["wide"].mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+            state["pair"] = [state["pair"][0].lerp(p.grad, 0.1), None]
+            size = (state["wide"] * (1 - 0.9 ** state["t"])).sqrt() + 1e-8
+            p.addcdiv_(state["pair"][0], size, value=-self.param_groups[0]["lr"])
+
+
 @dataclass(frozen=True, eq=False)
 class Row:
     """One base optimizer.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,3 +61,20 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
             return [f"{where}: {len(a)} and {len(b)} items"]
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{where}/{i}")]
     return [] if a == b else [f"{where}: {a} and {b}"]
+
+
+def two_groups(model: nn.Sequential, *, lr: float = 0.5) -> list[dict[str, Any]]:
+    return [{"params": list(model[0].parameters()), "lr": lr}, {"params": list(model[2].parameters()), "lr": lr / 10}]
+
+
+def filled(params: Iterable[Tensor], value: float = 1.0) -> None:
+    for p in params:
+        p.grad = torch.full_like(p, value)
+
+
+def descend(opt: Any, p: Tensor, steps: int) -> None:
+    """One parameter alone, towards targets that swing: at rest its gradients would be rounding errors."""
+    target = torch.linspace(-1, 1, p.numel()).view(p.shape)
+    for step in range(steps):
+        p.grad = (p.detach().float() - target - 0.1 * math.cos(step)).to(p.dtype)
+        opt.step()

@@ -1,7 +1,8 @@
 """Processes that stay alive for the whole test run: starting a pair for every test costs seconds, asking one does not.
 
-A test hands a top-level function to `Ranks.__call__`; every rank runs it with its rank first, and the parent gets the
-ranks' plain return values to assert on.
+They are forked from a process that has done nothing but import what the test run has imported. A test hands a top-level
+function to `Ranks.__call__`; every rank runs it with its rank first, and the parent gets the ranks' plain return values
+to assert on.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import datetime
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +28,23 @@ _PATIENCE = datetime.timedelta(seconds=120)
 """Beyond what a loaded machine needs; a rank that fails is noticed at once, by its closed pipe."""
 
 
-def serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+SLOW_IMPORTS = (
+    "torch.distributed",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "lightning.pytorch",
+    "pytorch_lightning",
+    "peft",
+    "transformers.trainer",
+)
+"""Imported once for all ranks, where the test run needs them. Not DeepSpeed: it looks at a rank's environment."""
+
+
+def serve(rank: int, world_size: int, store: str, environment: dict[str, str], pipe: Connection) -> None:
     """A rank's life: run what comes through the pipe, send back what it returned or how it failed."""
     faulthandler.enable()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=_PATIENCE
@@ -50,6 +67,9 @@ class KilledError(AssertionError):
 
 class Ranks:
     """`world_size` processes in one gloo group, started when first needed and again after a failure."""
+
+    environment: ClassVar[dict[str, str]] = {}
+    """What they find in theirs beside the test run's."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self.folder = folder
@@ -108,12 +128,14 @@ class Ranks:
     def _start(self) -> None:
         if self._ranks:
             return
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([name for name in SLOW_IMPORTS if name in sys.modules])
         store = str(self.folder / f"store{self._starts}")
         self._starts += 1
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, self.world_size, store, theirs), daemon=True)
+            args = (rank, self.world_size, store, self.environment, theirs)
+            process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))

@@ -69,13 +69,20 @@ class Tuner:
         if self.s_init == 0:  # no bet has been placed yet
             return
         beta = self.beta
+        usual = 0.3 * self.m.max()
         self.m = np.maximum(beta * self.m, abs(h))
         self.v = beta**2 * self.v + h**2
-        self.r = np.maximum(0.0, beta * self.r - bet * (self.loss_weight * h if h > 0 else h))
+        self.r = np.maximum(0.0, beta * self.r - bet * self.judged(h, usual))
         wealth = self.s_init * self.m / self.n + self.r
         root = np.sqrt(self.v)
         floor = self.eps + 1e-3 * root.max()
         self.s = np.divide(wealth, root + floor, out=np.zeros(self.n), where=self.v > 0)
+
+    def judged(self, h: float, usual: float) -> float:
+        """A gain counts in full, a loss less, but for what of it goes beyond the usual size."""
+        if h <= 0:
+            return h
+        return self.loss_weight * h if h < usual else self.loss_weight * usual + (h - usual)
 
     def experiments(self, h: float, bet: Vector) -> None:
         """What the authors' experiments ran."""
@@ -152,7 +159,7 @@ class Part:
         self.gradients += gg > 0 and lr > 0
         if self.is_optimistic:
             share = lr / self.highest_lr if self.highest_lr > 0 else 1.0
-            self.tuner.loss_weight = 1 - 0.9 * math.sqrt(share)
+            self.tuner.loss_weight = 1 - 0.9 * share**0.25
         decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
         self.h = dg + decay
 
@@ -168,7 +175,7 @@ class Part:
         if not self.is_optimistic:
             self.tuner.s_init = self.tuner.s_init or measured
             return
-        measured = measured * max(self.gradients, 2) / 2
+        measured = measured * max(self.gradients, 2)  # of one update: Delta holds that many
         if self.tuner.s_init > 0:
             self.tuner.s_init = min(self.tuner.s_init, measured)
         elif self.gradients >= 2 and gg > 0:
@@ -224,7 +231,7 @@ class Reference:
         *,
         betas: Sequence[float] = BETAS,
         s_init: float | Literal["auto"] = "auto",
-        first_move: float = 1e-3,
+        first_move: float | None = None,
         s_decay: float = 0.0,
         eps: float | None = None,
         rule: str = "optimistic",
@@ -234,7 +241,10 @@ class Reference:
         scope: Literal["all", "group"] = "all",
         hindsight: float | None = None,
         own_warmup: bool | None = None,
+        max_grad_norm: float = math.inf,
     ) -> None:
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm = 0.0  # before clipping
         self.x_ref = [p.detach().to(torch.float64, copy=True) for p in params]
         self.x = [p.clone() for p in self.x_ref]
         self.Delta = [torch.zeros_like(p) for p in self.x_ref]
@@ -246,7 +256,10 @@ class Reference:
         self.s_decay = s_decay
         is_ours = rule == "optimistic"
         smoothing = (0.97 if is_ours else 0.0) if smoothing is None else smoothing
-        hindsight = (0.3 if is_ours else 1.0) if hindsight is None else hindsight
+        is_sgd = is_ours and isinstance(self.base, torch.optim.SGD)
+        first_move = (5e-4 if is_sgd else 3e-3) if first_move is None else first_move
+        ours = 0.3 if is_sgd else 0.15
+        hindsight = (ours if is_ours else 1.0) if hindsight is None else hindsight
         own_warmup = is_ours if own_warmup is None else own_warmup
         if eps is None:
             eps = {"optimistic": 0.0, "experiments": 1e-10}.get(rule, 1e-8)
@@ -275,6 +288,7 @@ class Reference:
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         """Steps from the weights x_t, at which the gradients were taken, to x_{t+1}."""
+        grads = self.clipped(grads)
         self.begin_anew(self.minimised_gradients(grads))
         longer = [self.growth_of(part, self.minimised_gradients(grads)) for part in self.parts]
         if max(longer) > 100 and self.parts[0].is_optimistic:
@@ -300,6 +314,15 @@ class Reference:
                 self.Delta[i] = part.kept * self.Delta[i] + u[i]
                 self.x[i] = self.x_ref[i] + part.played * self.Delta[i]
             part.longest = max(0.999 * part.longest, self.norm_of(part, g))
+
+    def clipped(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """As one long vector, no longer than `max_grad_norm`: what tuner and base see of them."""
+        whole = torch.cat([torch.zeros(1).double(), *(grad.double().flatten() for grad in grads if grad is not None)])
+        self.grad_norm = whole.norm().item()
+        if self.max_grad_norm >= self.grad_norm + 1e-6:
+            return list(grads)
+        share = self.max_grad_norm / (self.grad_norm + 1e-6)  # torch.nn.utils.clip_grad_norm_ adds that too
+        return [None if grad is None else share * grad.double() for grad in grads]
 
     def begin_anew(self, g: Tensors) -> None:
         """If the only gradient so far was a hundred times as long as this one, it was an outlier, and is forgotten."""

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mechanic_plugins import bench, costs
+from mechanic_plugins import bench
+from mechanic_plugins.bench import costs, timing
 
 MECHANICS = ["mechanic, foreach", "base alone, fused", "mechanic"]
 PEERS = ("mechanic_pytorch", "prodigyopt", "dadaptation", "schedulefree")
@@ -20,7 +21,7 @@ PEERS = ("mechanic_pytorch", "prodigyopt", "dadaptation", "schedulefree")
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.SIZES, "tiny", (8, 1))
-    monkeypatch.setattr(bench, "copy_speed", lambda device: 1e9)
+    monkeypatch.setattr(timing, "copy_speed", lambda device: 1e9)
     monkeypatch.setattr(bench, "gpt2_shapes", lambda width, layers: [(width, width)] * (2 + layers))
     for name in PEERS:
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
@@ -79,7 +80,7 @@ def test_a_queue_without_a_step_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_all_steps_of_a_queue_are_made() -> None:
-    run = bench._Run([(2, 2)], bench.bases(torch.device("cpu"))["adamw"], torch.device("cpu"), torch.float32)
+    run = timing._Run([(2, 2)], bench.bases(torch.device("cpu"))["adamw"], torch.device("cpu"), torch.float32)
     assert run.timed(3) > 0
     assert run.optimizer.state[run.params[0]]["step"] == 3
 

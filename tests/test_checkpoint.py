@@ -171,7 +171,7 @@ def test_mechanizing_a_plain_optimizer_that_took_a_mechanized_checkpoint_of_anot
     train(model, opt, 3)
     plain = torch.optim.AdamW(model.parameters())
     plain.load_state_dict(opt.state_dict())
-    with pytest.raises(ValueError, match="made with 6 betas, this optimizer has 2"):
+    with pytest.raises(ValueError, match="saved with 6 betas, this optimizer has 2"):
         mechanize(plain, betas=(0.9, 0.99))
 
 
@@ -212,8 +212,8 @@ def half_the_groups(saved: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any]], None], str]] = {
-    "other n": ({}, {}, other_n, "made with 4 betas, this optimizer has 6: pass the same betas"),
-    "betas": ({"betas": (0.9, 0.99)}, {}, lambda saved: None, "made with 2 betas, this optimizer has 6"),
+    "other n": ({}, {}, other_n, "saved with 4 betas, this optimizer has 6: pass the same betas"),
+    "betas": ({"betas": (0.9, 0.99)}, {}, lambda saved: None, "saved with 2 betas, this optimizer has 6"),
     "fewer groups": ({}, {}, fewer_groups, "different number of parameter groups"),
     "other groups": ({}, {}, other_groups, "doesn't match the size of optimizer's group"),
     "other shapes": ({}, {}, other_shapes, r"has shape \(8, 4, 2\) where the parameter has \(8, 4\)"),

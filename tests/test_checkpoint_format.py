@@ -57,7 +57,7 @@ def test_a_number_that_is_not_finite_is_refused(saved: dict[str, Any], name: str
     damaged = copy.deepcopy(saved)
     group, key = damaged["param_groups"][1], f"mechanic_{name}"
     group[key] = [*group[key][:-1], value] if name in VECTORS else value
-    refused(damaged, rf"{key} has (nan|inf|-inf) in param group 1, where a finite number belongs: it is damaged")
+    refused(damaged, rf"{key} has (nan|inf|-inf) in param group 1, expected a finite number: it is damaged")
 
 
 KEYS = [*VECTORS, *SCALARS, "steps", "skipped", "frozen", "tuners"]
@@ -75,7 +75,7 @@ def test_a_missing_key_is_refused(saved: dict[str, Any], name: str) -> None:
 def test_a_short_vector_is_refused(saved: dict[str, Any], name: str) -> None:
     damaged = copy.deepcopy(saved)
     damaged["param_groups"][0][f"mechanic_{name}"].pop()
-    refused(damaged, f"mechanic_{name} has .* where a list of 6 numbers belongs")
+    refused(damaged, f"mechanic_{name} has .* expected a list of 6 numbers")
 
 
 WRONG: dict[str, list[tuple[Any, str]]] = {
@@ -89,7 +89,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         ("", "cannot be read"),
         (None, "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"format": 2}', "makes no sense"),
+        ('{"format": 2}', "is invalid"),
     ],
 }
 
@@ -109,7 +109,7 @@ def test_a_header_that_makes_no_sense_is_refused(saved: dict[str, Any], entry: s
     damaged = copy.deepcopy(saved)
     group = damaged["param_groups"][0]
     group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), entry: value})
-    refused(damaged, "mechanic_tuners is .* makes no sense: it is damaged")
+    refused(damaged, "mechanic_tuners is .* is invalid: it is damaged")
 
 
 def test_delta_that_is_no_tensor_counts_as_missing(saved: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def test_other_settings_are_named_once() -> None:
     """A checkpoint of preset="paper" loaded into the defaults without a word, and went on at half the scale."""
     saved = trained(smoothing=0.9, hindsight=0.5, betas=(0.9, 0.99)).state_dict()
     opt = trained(smoothing=0.8, hindsight=0.5, betas=(0.9, 0.95), max_scale=2.0)
-    with pytest.warns(UserWarning, match="made with other settings") as caught:
+    with pytest.warns(UserWarning, match="saved with different settings") as caught:
         opt.load_state_dict(saved)
     assert len(caught) == 1
     message = str(caught[0].message)

@@ -30,6 +30,7 @@ def test_it_ends_in_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
     assert out.read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", demo.BASES)
 def test_mechanic_learns_and_the_base_lr_does_not_matter(base: str) -> None:
     tiny, _ = demo.compare(base, lrs=[], base_lr=1e-6, steps=400, seed=0, quiet=True)
@@ -67,7 +68,7 @@ def test_a_diverged_run_can_be_drawn(tmp_path: Path) -> None:
         (["--steps", "0"], "at least 20, got 0"),
         (["--steps", "many"], "at least 20, got many"),
         (["--lrs", "1e-3", "-1"], "above 0, got -1"),
-        (["--lrs", "1e-3,1e-2"], "separate several by spaces"),
+        (["--lrs", "1e-3,1e-2"], "separate several with spaces"),
         (["--lrs", "inf"], "above 0, got inf"),
         (["--base-lr", "nan"], "above 0, got nan"),
         (["--out", "picture.txt"], "must end in .png, .pdf, .svg, got picture.txt"),
@@ -88,6 +89,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, "mechanic_plugins.demo")
+    for module in [name for name in sys.modules if name.startswith("mechanic_plugins.demo")]:
+        monkeypatch.delitem(sys.modules, module)
     with pytest.raises(ImportError, match=rf"needs {missing}: pip install 'mechanic-plugins\[demo\]'"):
         importlib.import_module("mechanic_plugins.demo")

@@ -275,6 +275,6 @@ def test_every_option_is_on_its_page() -> None:
 
 
 def test_the_table_of_ranks_is_what_the_model_says() -> None:
-    from mechanic_plugins.costs import ranks_table
+    from mechanic_plugins.bench.costs import ranks_table
 
     assert ranks_table() in (ROOT / "docs" / "performance.md").read_text()

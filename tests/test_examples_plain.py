@@ -12,6 +12,8 @@ from problems import differences
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_plain.py"
 EPOCHS = 12
 
+pytestmark = pytest.mark.slow
+
 
 def command(folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, str(SCRIPT), "--epochs", str(EPOCHS), "--checkpoint", str(folder / "digits.pt"), *arguments]

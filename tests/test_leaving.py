@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,46 @@ def test_a_failing_save_leaves_the_old_file(tmp_path: Path) -> None:
         save_whole([torch.zeros(3), Unsavable()], target)
     assert torch.load(target) == [1]
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_demechanize_goes_on_at_the_learned_rate_with_its_moments() -> None:
+    model = perceptron(torch.float64)
+    base = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0)
+    opt = mechanize(base)
+    train(model, opt, 50)
+    lr = opt.effective_lrs[0]
+    moments = {p: opt.state[p]["exp_avg"].clone() for p in model.parameters()}
+    twin_model, twin = copy.deepcopy((model, opt))
+    twin.freeze()
+    plain = demechanize(opt)
+    assert plain is base
+    assert plain.param_groups[0]["lr"] == lr
+    assert all(torch.equal(plain.state[p]["exp_avg"], moment) for p, moment in moments.items())
+    keys = {k for entries in (*plain.param_groups, *plain.state.values()) for k in entries}
+    assert not [k for k in keys if k.startswith("mechanic")]
+    train(model, plain, 20, first=50)
+    train(twin_model, twin, 20, first=50)
+    for p, q in zip(model.parameters(), twin_model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_demechanize_before_anything_was_learned_is_refused(steps: int) -> None:
+    model = perceptron()
+    opt = mechanize(torch.optim.AdamW(model.parameters()))
+    train(model, opt, steps)
+    before = everything(opt)
+    with pytest.raises(RuntimeError, match=r"scales are \[0.0\].*Train a few steps"):
+        demechanize(opt)
+    assert not differences(before, everything(opt))
+
+
+def test_demechanize_scales_what_a_scheduler_starts_from() -> None:
+    model = perceptron()
+    opt = mechanize(torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5)))
+    torch.optim.lr_scheduler.ConstantLR(opt, factor=0.5)
+    train(model, opt, 10)
+    scale = opt.scale.item()
+    plain = demechanize(opt)
+    assert float(plain.param_groups[0]["lr"]) == pytest.approx(0.25 * scale, rel=1e-6)
+    assert float(plain.param_groups[0]["initial_lr"]) == pytest.approx(0.5 * scale, rel=1e-6)

@@ -6,6 +6,8 @@ Loss scales, zero-initialised heads, curricula and broken batches make them. Non
 from __future__ import annotations
 
 import functools
+import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +47,10 @@ def final_loss(
     *,
     zeros: bool = False,
     backend: Any = "auto",
+    seed: int = 0,
 ) -> float:
     """The training loss after a run whose gradients were multiplied by a factor."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     x, y = noisy_regression()
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     if zeros:
@@ -55,7 +58,7 @@ def final_loss(
         nn.init.zeros_(model[2].bias)
     optimizer = mechanize(build(model.parameters()), backend=backend)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed + 1)
     for step in range(STEPS):
         rows = torch.randint(512, (32,), generator=generator)
         model.zero_grad()
@@ -71,7 +74,7 @@ def undisturbed(base: str) -> float:
 
 
 CASES = [(base, kind) for base in BASES for kind in DISTURBED]
-CASES.remove(("Lion", "hundred zeros"))  # 1.06: the steps that are left are too few for it
+CASES.remove(("Lion", "hundred zeros"))  # over several seeds, below
 
 
 @pytest.mark.slow
@@ -87,6 +90,26 @@ def test_a_gradient_that_is_far_off_does_not_decide_the_run(base: str, kind: str
 @pytest.mark.parametrize("base", ["AdamW", "Lion", "RMSprop"])
 def test_a_head_that_starts_at_zero_trains(base: str) -> None:
     assert final_loss(BASES[base], zeros=True) <= 1.05 * undisturbed(base)
+
+
+SEEDS = 5
+ON_AVERAGE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
+    "Lion, hundred zeros": (BASES["Lion"], {"factor": DISTURBED["hundred zeros"]}),
+    "SGD, a head of zeros": (functools.partial(torch.optim.SGD, lr=0.1), {"zeros": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_AVERAGE)
+def test_a_disturbance_does_not_decide_the_run_on_average(case: str) -> None:
+    """Over several seeds, since one says little here: its ratio is anywhere from 0.96 to 1.12.
+
+    Not with momentum and a head of zeros: the scale learned there is half as large again, for a loss 1.11 times as
+    high on average.
+    """
+    build, disturbance = ON_AVERAGE[case]
+    ratios = [final_loss(build, seed=seed, **disturbance) / final_loss(build, seed=seed) for seed in range(SEEDS)]
+    assert math.exp(statistics.mean(map(math.log, ratios))) <= 1.05
 
 
 @pytest.mark.slow

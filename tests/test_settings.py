@@ -1,29 +1,32 @@
 from __future__ import annotations
 
+import inspect
 import math
+from dataclasses import fields
 from typing import Any, get_args
 
 import pytest
 import torch
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.core.settings import Rule, Settings
+from mechanic_plugins.api import Options
+from mechanic_plugins.core.settings import LEFT_OPEN, Rule, Settings
 
 NAN, INF = math.nan, math.inf
 
-# What is passed, and what the message must say: the value, the reason, the way out.
+# The options, and fragments of the message: the value, the reason, what to write instead.
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"betas": ()}, ("got ()", "each one is the memory of one tuner", "The paper's are (0.9, ")),
-    ({"betas": []}, ("got []", "each one is the memory of one tuner", "The paper's are (0.9, ")),
-    ({"betas": 0.9}, ("got 0.9", "each one is the memory of one tuner", "The paper's are (0.9, ")),
-    ({"betas": None}, ("got None", "each one is the memory of one tuner", "The paper's are (0.9, ")),
-    ({"betas": "0.9"}, ("got '0.9'", "each one is the memory of one tuner", "The paper's are (0.9, ")),
-    ({"betas": (0.9, 0.0)}, ("got 0.0", "share of the past", "1 keeps all of it")),
-    ({"betas": (0.9, 1.5)}, ("got 1.5", "share of the past", "1 keeps all of it")),
-    ({"betas": (-0.9,)}, ("got -0.9", "share of the past", "1 keeps all of it")),
-    ({"betas": (NAN,)}, ("got nan", "share of the past", "1 keeps all of it")),
-    ({"betas": ("0.9",)}, ("got '0.9'", "share of the past", "1 keeps all of it")),
-    ({"betas": (True,)}, ("got True", "share of the past", "1 keeps all of it")),
+    ({"betas": ()}, ("got ()", "the discount factor of one tuner", "The paper's are (0.9, ")),
+    ({"betas": []}, ("got []", "the discount factor of one tuner", "The paper's are (0.9, ")),
+    ({"betas": 0.9}, ("got 0.9", "the discount factor of one tuner", "The paper's are (0.9, ")),
+    ({"betas": None}, ("got None", "the discount factor of one tuner", "The paper's are (0.9, ")),
+    ({"betas": "0.9"}, ("got '0.9'", "the discount factor of one tuner", "The paper's are (0.9, ")),
+    ({"betas": (0.9, 0.0)}, ("got 0.0", "discount factor of past gradients", "1 keeps all of them")),
+    ({"betas": (0.9, 1.5)}, ("got 1.5", "discount factor of past gradients", "1 keeps all of them")),
+    ({"betas": (-0.9,)}, ("got -0.9", "discount factor of past gradients", "1 keeps all of them")),
+    ({"betas": (NAN,)}, ("got nan", "discount factor of past gradients", "1 keeps all of them")),
+    ({"betas": ("0.9",)}, ("got '0.9'", "discount factor of past gradients", "1 keeps all of them")),
+    ({"betas": (True,)}, ("got True", "discount factor of past gradients", "1 keeps all of them")),
     ({"s_init": 0.0}, ("got 0.0", "would never leave zero", "'auto'")),
     ({"s_init": -1e-8}, ("got -1e-08", "would never leave zero", "'auto'")),
     ({"s_init": NAN}, ("got nan", "would never leave zero", "'auto'")),
@@ -44,14 +47,14 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"smoothing": 1.0}, ("got 1.0", "moving average", "0 turns it off")),
     ({"smoothing": NAN}, ("got nan", "moving average", "0 turns it off")),
     ({"smoothing": 0.9, "rule": "theory"}, ("got 0.9", "exceed the wealth", "the default rule")),
-    ({"first_move": 0.0}, ("got 0.0", "share of the weights' norm", "The default is 1e-3")),
-    ({"first_move": 1.0}, ("got 1.0", "share of the weights' norm", "The default is 1e-3")),
+    ({"first_move": 0.0}, ("got 0.0", "relative to the norm of the weights", "The default is 3e-3")),
+    ({"first_move": 1.0}, ("got 1.0", "relative to the norm of the weights", "The default is 3e-3")),
     ({"smoothing": "0"}, ("got '0'", "moving average", "0 turns it off")),
-    ({"hindsight": -0.1}, ("got -0.1", "share of a change of scale", "0 leaves the past alone")),
-    ({"hindsight": 1.1}, ("got 1.1", "share of a change of scale", "0 leaves the past alone")),
-    ({"hindsight": NAN}, ("got nan", "share of a change of scale", "0 leaves the past alone")),
-    ({"hindsight": True}, ("got True", "share of a change of scale", "0 leaves the past alone")),
-    ({"hindsight": 0.3, "rule": "theory"}, ("got 0.3", "played again at the new scale", "the default rule")),
+    ({"hindsight": -0.1}, ("got -0.1", "fraction of a change of scale", "0 leaves past updates alone")),
+    ({"hindsight": 1.1}, ("got 1.1", "fraction of a change of scale", "0 leaves past updates alone")),
+    ({"hindsight": NAN}, ("got nan", "fraction of a change of scale", "0 leaves past updates alone")),
+    ({"hindsight": True}, ("got True", "fraction of a change of scale", "0 leaves past updates alone")),
+    ({"hindsight": 0.3, "rule": "theory"}, ("got 0.3", "re-applied at the new scale", "the default rule")),
     ({"max_scale": 0.0}, ("got 0.0", "would never leave zero", "None for no cap")),
     ({"max_scale": -1.0}, ("got -1.0", "would never leave zero", "None for no cap")),
     ({"max_scale": NAN}, ("got nan", "would never leave zero", "None for no cap")),
@@ -64,12 +67,12 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"normalize_lr": 1}, ("got 1", "must be True or False")),
     ({"normalize_lr": None}, ("got None", "must be True or False")),
     ({"own_warmup": 1}, ("got 1", "must be True or False")),
-    ({"own_warmup": True, "rule": "theory"}, ("got True", "never rescale_to_lr", "the default rule")),
+    ({"own_warmup": True, "rule": "theory"}, ("got True", "never rescaled", "the default rule")),
 ]
 
 
 @pytest.mark.parametrize(("options", "fragments"), REFUSED, ids=[str(options) for options, _ in REFUSED])
-def test_a_value_out_of_range_is_refused_with_the_reason_and_the_way_out(
+def test_a_value_out_of_range_is_refused_with_the_reason_and_a_remedy(
     options: dict[str, Any], fragments: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
@@ -146,7 +149,14 @@ def test_a_base_with_a_longer_step_gets_constants_for_the_same_trajectory() -> N
     assert Settings().at_lr(10.0).s_init == "auto"
 
 
-def test_what_is_no_optimizer_is_refused_with_the_way_out() -> None:
+def test_every_setting_is_an_option_with_the_same_default() -> None:
+    options = inspect.signature(mechanize).parameters
+    assert options.keys() - {"optimizer"} == Options.__annotations__.keys()
+    expected = {field.name: None if field.name in LEFT_OPEN else field.default for field in fields(Settings)}
+    assert {name: options[name].default for name in expected} == expected
+
+
+def test_what_is_no_optimizer_is_refused_with_a_remedy() -> None:
     with pytest.raises(TypeError, match=r"takes a torch.optim.Optimizer .* got Linear"):
         mechanize(torch.nn.Linear(1, 1))  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"takes a torch.optim.Optimizer .* got type"):

@@ -5,7 +5,7 @@ copies, around every base of tests/optimizers.py. After each step in float64 the
 reference's. In every dtype the counters must be, checkpoints and copies are the same bit for bit, and what should not
 move does not.
 
-CI runs the same few hundred sequences every time. `make test-long`, or MECHANIC_EXAMPLES=20 pytest FILE, runs twenty
+CI runs the same hundred sequences every time. `make test-long`, or MECHANIC_EXAMPLES=20 pytest FILE, runs twenty
 times as many, other ones each time.
 """
 
@@ -322,13 +322,14 @@ class TrainingLoop(RuleBasedStateMachine):
                 self.judge.x_ref[i] = self.judge.x_ref[i] + shift
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", OPTIMIZERS, ids=str)
 def test_training_loops(row: Row) -> None:
     machine = type(f"Loop{row.name}", (TrainingLoop,), {"rows": [row]})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(12 * TIMES),
+            max_examples=int(8 * TIMES),
             stateful_step_count=25,
             derandomize=TIMES == 1,
             deadline=None,

@@ -139,7 +139,7 @@ def test_a_masked_step_with_nan_keeps_every_entry_too() -> None:
 
 def test_auto_moves_a_share_of_the_weights_first_and_remembers_it() -> None:
     states = play(Settings(betas=(1.0,), eps=0.0, rule="paper"), [sums(row) for row in STEPS])
-    assert states[1].s_init.item() == 1e-3 * (1 + 3.0) / 1.0
+    assert states[1].s_init.item() == 3e-3 * (1 + 3.0) / 1.0
     assert states[1].played.item() == states[1].s_init.item()
     assert states[-1].s_init.item() == states[1].s_init.item()
 
@@ -147,22 +147,35 @@ def test_auto_moves_a_share_of_the_weights_first_and_remembers_it() -> None:
 def test_the_optimistic_rule_waits_for_a_second_gradient_and_for_longer_updates() -> None:
     states = play(Settings(), [sums(row) for row in STEPS])
     assert [state.played.item() > 0 for state in states] == [False, False, True, True, True]
-    assert states[2].s_init.item() == pytest.approx(1e-3 * (1 + 3.0) / 2.0)  # two updates, of length 2 together
+    assert states[2].s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 1.0)  # two updates, of length 2 together
     longer = [*STEPS[:3], (1.0, 2.0, 9.0, 1.5, 36.0)]  # three, of length 6: four thirds of the mean before
     lowered = play(Settings(), [sums(row) for row in longer])[-1]
-    assert lowered.s_init.item() == pytest.approx(1e-3 * (1 + 3.0) / 2.0 * 3 / 6)
+    assert lowered.s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 2.0)
 
 
 def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> None:
     ten_times = (-30.0, 400.0, 9.0, 1.0, 4.0)
     states = play(Settings(), [sums(row) for row in (*STEPS[:2], ten_times)])
-    assert states[2].s_init.item() == pytest.approx(1e-3 * (1 + 3.0) / 2.0 / 10)
+    assert states[2].s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 1.0 / 10)
 
 
 def test_losses_count_fully_where_the_schedule_has_ended() -> None:
     state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
-    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.125, 0.0)]
+    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.5 / 16, 0.0)]
     assert weights == pytest.approx([0.1, 0.55, 1.0])
+
+
+def test_a_loss_beyond_the_usual_size_counts_in_full() -> None:
+    """With a loss of the usual size a tenth of it is taken from the reward, with a larger one all that goes beyond."""
+    settings = Settings(betas=(1.0,), s_init=0.1, smoothing=0.0)
+    state = play(settings, [sums(row) for row in STEPS[:3]])[-1]
+    usual, betas = 0.3 * state.m, torch.tensor(settings.betas, dtype=torch.float64)
+    rewards = []
+    for loss in (0.5, 1.0, 2.0):
+        seen = Sums.of(torch.tensor([[loss * usual.item(), 1.0, 9.0, 0.0, 4.0]], dtype=torch.float64))
+        rewards.append(advance(state, seen, settings=settings, betas=betas, lr=torch.ones_like(state.lr)).r)
+    taken = [((state.r - r) / (state.s * usual)).item() for r in rewards]
+    assert taken == pytest.approx([0.1 * 0.5, 0.1, 0.1 + 1.0])
 
 
 def test_an_outlier_is_skipped_a_few_times_and_then_taken() -> None:
@@ -284,3 +297,17 @@ def test_an_lr_of_nan_is_not_remembered() -> None:
     state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.25]]).double())
     assert noted(state, torch.tensor([[math.nan]]).double()).lr.item() == 0.25
     assert noted(state, torch.tensor([[0.5]]).double()).lr.item() == 0.5
+
+
+def test_scaled_gradients_scale_their_sums() -> None:
+    """What engines use to unscale and clip after the sums were taken."""
+    d, g, x = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    factor = torch.tensor(0.25, dtype=torch.float64)
+
+    def vector(g: Tensor) -> Tensor:
+        products = {"d": d, "g": g, "x": x}
+        one = torch.stack([products[a].dot(products[b]) for a, b in SUMS])
+        return torch.cat([one, 2 * one, torch.ones(1, dtype=torch.float64)])
+
+    scaled = tuner_state.with_scaled_gradients(vector(g), factor)
+    torch.testing.assert_close(scaled, vector(factor * g), rtol=1e-15, atol=0)

@@ -1,1 +1,1 @@
-"""How the tuner travels through state dicts, and how a run leaves Mechanic again."""
+"""Saving and loading the tuner through state dicts, and converting checkpoints to plain ones."""

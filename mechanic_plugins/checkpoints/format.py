@@ -1,12 +1,12 @@
-"""What a param group of a checkpoint holds of Mechanic's, parsed and checked before anything is changed.
+"""The format of Mechanic's entries in a checkpoint's param groups, validated before anything is changed.
 
-Format 1 is what 0.1 wrote: one key per field of the tuner. torch.distributed.checkpoint refuses to load a checkpoint
-that lacks a key of the live param groups, so adding a key would shut out every sharded checkpoint of an older version.
-Whatever came after format 1 therefore travels as JSON in `mechanic_tuners`, which used to be a plain number: the
-format, the settings, the unit of delta, and later fields of the tuner. A string passes through torch.save, FSDP,
-DeepSpeed and flattened state dicts unchanged, where nested dicts would not.
+Format 1 is that of version 0.1: one key per field of the tuner. torch.distributed.checkpoint rejects a checkpoint that
+lacks a key of the live param groups, so a new key would make every older sharded checkpoint unreadable. Everything
+added since format 1 is therefore stored as JSON in `mechanic_tuners`, which was a plain number in format 1: the format,
+the settings, the unit of delta, and newer fields of the tuner. A string passes through torch.save, FSDP, DeepSpeed and
+flattened state dicts unchanged; nested dicts do not.
 
-To add a field to the tuner, raise FORMAT and enter the field in SINCE: older files then take the fresh value.
+To add a field to the tuner, raise FORMAT and enter the field in SINCE; older files then use its initial value.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ SINCE: dict[str, int] = dict.fromkeys(("s", "r", "m", "v", "q", "w0", "s_init", 
     "gradients": 2,
     "longest": 2,
 }
-"""The format that brought each field of the tuner; FORMAT for one that is not listed."""
+"""The format that introduced each field of the tuner; FORMAT if not listed."""
 _OPTIONAL_IN_FORMAT_1 = ("lr",)
 _THEORY_ONLY = ("q", "w0")
 _NEVER_NEGATIVE = ("m", "v", "s_init", "played", "lr", "gradients", "longest")
 
 
 class Header(NamedTuple):
-    """What `mechanic_tuners` says. Format 1 knows the number of tuners only."""
+    """The content of `mechanic_tuners`. Format 1 has only the number of tuners."""
 
     format: int
     tuners: int
     settings: dict[str, Any] | None = None
     delta_unit: float | None = None
-    later: dict[str, Any] = {}  # noqa: RUF012  fields of the tuner that format 1 had no key for
+    later: dict[str, Any] = {}  # noqa: RUF012  fields of the tuner newer than format 1
     lr_ref: float | None = None
     """The group's first learning rate above 0."""
 
@@ -52,7 +52,7 @@ class Header(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one param group holds. A field that its format did not have yet is missing from `numbers`."""
+    """The content of one param group. `numbers` lacks the fields that are newer than its format."""
 
     header: Header
     numbers: dict[str, list[float]]
@@ -69,7 +69,7 @@ def fields(settings: Settings) -> tuple[str, ...]:
 
 
 def has_own_key(field: str) -> bool:
-    """Whether a field stands in the group under its own name, as in format 1, rather than in the header."""
+    """Whether a field has a key of its own in the group, as in format 1, rather than in the header."""
     return SINCE.get(field, FORMAT) == 1
 
 
@@ -82,13 +82,13 @@ def parse(groups: Sequence[Mapping[str, Any]], settings: Settings) -> list[Recor
     """The param groups' records.
 
     Raises:
-        ValueError: They are damaged, of a newer format, or of another kind of tuner than these settings make.
+        ValueError: They are damaged, of a newer format, or incompatible with these settings.
     """
     for index, group in enumerate(groups):
         if not holds_tuner([group]):
             raise ValueError(
                 f"only some of the checkpoint's param groups hold Mechanic's tuner, group {index} does not: it is "
-                f"damaged. {_WAY_OUT}"
+                f"damaged. {_REMEDY}"
             )
     records = [_Reader(index, group, settings).record() for index, group in enumerate(groups)]
     if len({(record.header.format, *record.numbers) for record in records}) > 1:
@@ -115,7 +115,7 @@ def parse_header(value: object) -> Header:
             f"to {FORMAT}: pip install --upgrade mechanic-plugins"
         )
     if loaded.keys() != set(Header._fields) or not _is_sound(header := Header(**loaded)):
-        raise ValueError(f"the checkpoint's {HEADER} is {value!r}, which makes no sense: {_DAMAGED}")
+        raise ValueError(f"the checkpoint's {HEADER} is {value!r}, which is invalid: {_DAMAGED}")
     return header
 
 
@@ -129,11 +129,11 @@ def _is_sound(header: Header) -> bool:
     )
 
 
-_WAY_OUT = (
+_REMEDY = (
     f"Load another checkpoint, or remove the keys that start with {PREFIX!r} from its param groups to let Mechanic "
-    "start afresh."
+    "start from scratch."
 )
-_DAMAGED = f"it is damaged. {_WAY_OUT}"
+_DAMAGED = f"it is damaged. {_REMEDY}"
 
 
 class _Reader:
@@ -157,16 +157,16 @@ class _Reader:
         return Record(self.header, numbers, steps, skipped, unit, frozen)
 
     def _check_kind(self) -> None:
-        """Another number of betas or another rule is no damage, but cannot be continued either."""
+        """Another number of betas or another rule is not damage, but cannot be continued."""
         n, found = len(self.settings.betas), self._list("s", self._value("s", self.group))
         if len(found) != n:
             raise ValueError(
-                f"the checkpoint was made with {len(found)} betas, this optimizer has {n}: "
+                f"the checkpoint was saved with {len(found)} betas, this optimizer has {n}: "
                 "pass the same betas to mechanize()."
             )
         if self.settings.rule == "theory" and PREFIX + "q" not in self.group:
             raise ValueError(
-                "the checkpoint was made with another rule than 'theory' and lacks its sums: "
+                "the checkpoint was saved with another rule than 'theory' and lacks its sums: "
                 "pass the same rule to mechanize()."
             )
 
@@ -208,4 +208,4 @@ class _Reader:
 
     def _damaged(self, name: str, value: object, wanted: str) -> ValueError:
         found = f"the checkpoint's {PREFIX}{name} has {value!r} in param group {self.index}"
-        return ValueError(f"{found}, where {wanted} belongs: {_DAMAGED}")
+        return ValueError(f"{found}, expected {wanted}: {_DAMAGED}")

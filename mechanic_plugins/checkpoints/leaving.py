@@ -1,4 +1,4 @@
-"""Leaving Mechanic: the learned scales move into the learning rates, and nothing of Mechanic's stays behind.
+"""Converting to a plain optimizer: the scales are multiplied into the learning rates, Mechanic's state is removed.
 
 Shared by `demechanize` and by the functions that rewrite a framework's checkpoints.
 """
@@ -22,13 +22,13 @@ StateDict = dict[str, Any]
 
 
 def filled(scales: Sequence[float]) -> list[float]:
-    """The groups' scales. A group that has learned none takes the smallest of the others'.
+    """The groups' scales, with the smallest one for groups that have none.
 
-    With `scope="group"` an empty group, or one whose weights were frozen all along, never gets a scale of its own. If
-    it is trained later, it should not start faster than the others, relative to its lr.
+    With `scope="group"`, an empty group or one whose weights were always frozen has no scale of its own. If it is
+    trained later, it should not start faster than the others, relative to its lr.
 
     Raises:
-        ValueError: No group has learned anything.
+        ValueError: No group has a scale.
     """
     learned = [scale for scale in scales if scale > 0]
     if not learned:
@@ -39,11 +39,11 @@ def filled(scales: Sequence[float]) -> list[float]:
 def scales_in(groups: Sequence[Mapping[str, Any]]) -> list[float]:
     """The scales in the param groups of a mechanized optimizer's state dict.
 
-    0.1 did not save what delta is measured in: its files are taken to be of a base whose update is linear in lr, as
-    all bases that have a name here are.
+    Version 0.1 did not save the unit of delta: its files are assumed to come from a base whose update is linear in lr,
+    as it is for all bases with a registered name.
 
     Raises:
-        ValueError: A group holds none.
+        ValueError: A group has no scale.
     """
     try:
         return [group[PREFIX + "played"] / _delta_unit(group) for group in groups]
@@ -63,7 +63,7 @@ def demechanize_state(state: StateDict, scales: Sequence[float]) -> None:
 
 
 def rescale(state: StateDict, scales: Sequence[float]) -> None:
-    """Multiplies the learning rates in the state dict of an optimizer or of one of torch's schedulers, in place."""
+    """Multiplies the learning rates in the state dict of an optimizer or a torch scheduler by the scales, in place."""
     for group, scale in zip(state.get("param_groups", ()), scales, strict=False):
         group.update({key: group[key] * scale for key in ("lr", "initial_lr", "max_lr", "min_lr") if group.get(key)})
     for key in ("base_lrs", "_last_lr", "max_lrs", "min_lrs"):
@@ -76,7 +76,7 @@ def rescale(state: StateDict, scales: Sequence[float]) -> None:
 
 
 def save_whole(content: Any, target: str | Path) -> None:
-    """`torch.save` that leaves either the whole new file or what was there before."""
+    """`torch.save` that never leaves a partial file."""
     target = Path(target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         torch.save(content, Path(folder) / target.name)

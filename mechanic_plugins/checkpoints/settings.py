@@ -1,4 +1,4 @@
-"""What to say when a checkpoint was made with other settings than those it is loaded into."""
+"""The notice for a checkpoint that was saved with different settings."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mechanic_plugins.core.settings import Settings
 __all__ = ["ADDED_LATER", "notice", "portable"]
 
 ADDED_LATER: dict[str, Any] = {}
-"""Settings that format 2 did not have at first, each with the value that leaves the tuner as it was before."""
+"""Settings added to format 2 later, each with the value that reproduces the previous behaviour."""
 
 
 def portable(settings: Settings) -> dict[str, Any]:
-    """The settings as JSON gives them back."""
+    """The settings as they are after a round trip through JSON."""
     return {**asdict(settings), "betas": list(settings.betas)}
 
 
 def notice(header: Header, settings: Settings) -> str | None:
-    """What the user should know about the settings; None if they are those of the checkpoint."""
+    """A message for the user if the checkpoint's settings differ, else None."""
     if header.settings is None:
         return _notice_of_changed_rule(settings)
     ours = portable(settings)
@@ -30,19 +30,19 @@ def notice(header: Header, settings: Settings) -> str | None:
     if not changed:
         return None
     return (
-        f"the checkpoint was made with other settings than this optimizer has: {_listed(changed, ours)}. This "
-        f"optimizer's are in force from here on. To continue as before, pass mechanize(..., {_as_call(changed)})."
+        f"the checkpoint was saved with different settings: {_listed(changed, ours)}. This optimizer's settings apply "
+        f"from now on. To continue as before, pass mechanize(..., {_as_call(changed)})."
     )
 
 
 def _notice_of_changed_rule(settings: Settings) -> str | None:
-    """0.1 saved no settings. A published rule is chosen on purpose; the default is another one now."""
+    """Version 0.1 saved no settings, and its default rule was another one. A published rule was chosen explicitly."""
     if settings.rule != "optimistic":
         return None
     return (
-        "the checkpoint is of mechanic-plugins 0.1, which saved no settings, and the default rule has changed since. "
-        "The new one is in force from here on. If it was trained with the defaults of 0.1, pass "
-        "mechanize(..., preset='0.1') to continue as before."
+        "the checkpoint is from mechanic-plugins 0.1, which saved no settings, and the default rule has changed since. "
+        "The new rule applies from now on. If the run used the defaults of 0.1, pass mechanize(..., preset='0.1') to "
+        "continue as before."
     )
 
 

@@ -1,9 +1,9 @@
-"""How Mechanic's state travels through checkpoints.
+"""Reading and writing Mechanic's state in the base's param groups and state.
 
-The tuner goes as plain python numbers, lists of them and one string in every param group, under keys that start with
-`mechanic_` (see `checkpoint_format`): the one place that survives torch.save, torch.distributed.checkpoint (flattened
-or not) and FSDP1. Tensors of a parameter's own shape (`mechanic_delta`, and `mechanic_ref` for low-precision weights)
-go beside the base's moments, so that they are sharded and resharded like them. All of it loads with
+The tuner is stored in every param group as Python numbers, lists of numbers and one string, under keys that start with
+`mechanic_` (see `checkpoints.format`): the one place that survives torch.save, torch.distributed.checkpoint (flattened
+or not) and FSDP1. Tensors of a parameter's shape (`mechanic_delta`, and `mechanic_ref` for low-precision weights) are
+stored beside the base's moments, so that they are sharded and resharded like them. Everything loads with
 `torch.load(weights_only=True)`.
 """
 
@@ -39,20 +39,20 @@ StateDict = dict[str, Any]
 
 @dataclass
 class Progress:
-    """The tuner's state and what goes with it. Counters are device tensors: a step that is skipped counts there."""
+    """The tuner's state and counters. The counters are device tensors, updated without synchronisation."""
 
     tuner: TunerState
     steps: Tensor
     skipped: Tensor
     unit: float = 0.0
-    """The base learning rate that delta is measured in; 0 until a step with a learning rate above 0 was made."""
+    """The base learning rate that delta is measured in; 0 before the first step with a learning rate above 0."""
     unit_since: Tensor | None = field(default=None, repr=False)
-    """The steps that were made before the unit was set; None once one was made with it."""
+    """The step count when the unit was set; None after a step with that unit."""
     frozen: bool = False
     lr_refs: dict[int, float] = field(default_factory=dict)
-    """Each param group's first learning rate above 0, by its place: what a schedule multiplies."""
+    """Each param group's first learning rate above 0, by index: the reference of its schedule."""
     seen: tuple[object, ...] = field(default=(), repr=False)
-    """The lists that `write` left in the groups: another one there means that somebody loaded state."""
+    """The lists that `write` put into the groups. A different object means that state was loaded since."""
 
     @classmethod
     def new(cls, settings: Settings, *, tuners: int, device: torch.device) -> Progress:
@@ -60,7 +60,7 @@ class Progress:
         return cls(initial_state(settings, tuners=tuners, device=device), zero, zero.clone())
 
     def row_of(self, group: dict[str, Any]) -> int | None:
-        """The group's place among those that the tuner was read from or written to."""
+        """The group's index among those that the tuner was read from or written to."""
         mine = group.get(PREFIX + "s")
         return next((index for index, other in enumerate(self.seen) if other is mine), None)
 
@@ -69,13 +69,13 @@ class Progress:
         return (self.row_of(group) or 0) if len(self.tuner.s) > 1 else 0
 
     def add_tuner(self, settings: Settings) -> None:
-        """One more, for a new param group."""
+        """Adds a tuner for a new param group."""
         new = initial_state(settings, tuners=1, device=self.tuner.s.device)
         self.tuner = TunerState(*(torch.cat(pair) for pair in zip(self.tuner, new, strict=True)))
 
 
 def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settings, *, delta_unit: float) -> None:
-    """Puts the tuner into every param group. Waits for the device once."""
+    """Writes the tuner into every param group. Synchronises with the device once."""
     names = fields(settings)
     parts = [getattr(progress.tuner, name) for name in names]
     counters = torch.stack([progress.steps, progress.skipped]).expand(parts[0].shape[0], 2)
@@ -97,7 +97,7 @@ def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settin
 def read(
     groups: Sequence[dict[str, Any]], settings: Settings, *, tuners: int, device: torch.device
 ) -> tuple[Progress, str | None]:
-    """The tuner that the param groups hold, and what to tell the user; groups without any start afresh."""
+    """The tuner in the param groups, or a new one, and a message for the user."""
     progress = Progress.new(settings, tuners=tuners, device=device)
     if not holds_tuner(groups):
         return progress, None
@@ -106,7 +106,7 @@ def read(
     progress.tuner = _tuner(records[:tuners], progress.tuner)
     progress.steps, progress.skipped = progress.steps + first.steps, progress.skipped + first.skipped
     progress.unit, progress.frozen = first.unit, first.frozen
-    if "gradients" not in first.numbers:  # a file of format 1: as far as the steps tell
+    if "gradients" not in first.numbers:  # format 1: the steps are the best estimate
         progress.tuner = progress.tuner._replace(gradients=torch.full_like(progress.tuner.gradients, first.steps))
     progress.lr_refs = {index: ref for index, record in enumerate(records) if (ref := record.header.lr_ref)}
     progress.seen = tuple(group[PREFIX + "s"] for group in groups)
@@ -114,7 +114,7 @@ def read(
 
 
 def _tuner(records: Sequence[Record], blank: TunerState) -> TunerState:
-    """A field that the checkpoint's format did not have keeps its fresh value."""
+    """Fields newer than the checkpoint's format keep their initial value."""
     values = {}
     for name in records[0].numbers:
         rows = [record.numbers[name] for record in records]
@@ -123,17 +123,17 @@ def _tuner(records: Sequence[Record], blank: TunerState) -> TunerState:
 
 
 def strip(groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]) -> None:
-    """Takes everything of Mechanic's out again."""
+    """Removes all of Mechanic's entries."""
     for entries in (*groups, *(entry for entry in state.values() if isinstance(entry, dict))):
         for key in [k for k in entries if str(k).startswith(PREFIX)]:
             del entries[key]
 
 
 def split(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Tensor]]]:
-    """A copy for the base's own load, and our tensors by parameter id.
+    """A copy for the base's own `load_state_dict`, and Mechanic's tensors by parameter id.
 
-    torch casts every floating tensor it loads to the parameter's dtype, which would round a float32 delta of bf16
-    weights. The inner dicts are somebody's live state: they are copied, never changed.
+    torch casts every floating-point tensor it loads to the parameter's dtype, which would round the float32 delta of
+    bf16 weights. The inner dicts may be an optimizer's live state: they are copied, never changed.
     """
     plain, ours = {}, {}
     for key, entries in state_dict["state"].items():
@@ -147,7 +147,7 @@ def split(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Tensor]
 
 
 def merge(params: Mapping[Any, Any], ours: Mapping[Any, dict[str, Tensor]], state: dict[Any, dict[str, Any]]) -> None:
-    """Puts our tensors (by parameter id) beside the base's, on the parameter's device, in a dtype that keeps them."""
+    """Adds Mechanic's tensors (by parameter id) to the base's state, on the parameter's device, in their own dtype."""
     for key, entries in ours.items():
         p = params.get(key)
         if p is None:
@@ -159,10 +159,14 @@ def merge(params: Mapping[Any, Any], ours: Mapping[Any, dict[str, Tensor]], stat
 
 
 def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
-    """Refuses, before anything is changed, what this optimizer cannot continue from."""
+    """Validates a state dict before anything is changed.
+
+    Raises:
+        ValueError: This optimizer cannot continue from it.
+    """
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
-        return  # the base's own load refuses it, before it changes anything
+        return  # the base rejects it before changing anything
     if not holds_tuner(saved):
         return
     steps = check_tuner(saved, settings)
@@ -173,7 +177,7 @@ def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Set
     for i, delta in deltas.items():
         if not delta.is_meta and not local(delta).isfinite().all():
             raise ValueError(
-                f"the checkpoint's {DELTA} of parameter {i} is not finite, and every step would be skipped: it is "
+                f"the checkpoint's {DELTA} of parameter {i} is not finite, so every step would be skipped: it is "
                 "damaged. Load another checkpoint."
             )
         if delta.shape != params[i].shape:
@@ -184,21 +188,25 @@ def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Set
     if steps and entries and not deltas:
         raise ValueError(
             f"the checkpoint has Mechanic's tuner but no {DELTA}: without the sum of the base's updates the learned "
-            f"scale has no meaning. Remove the keys that start with {PREFIX!r} from its param groups to start afresh."
+            f"scale is meaningless. Remove the keys that start with {PREFIX!r} from its param groups to start from "
+            "scratch."
         )
 
 
 def check_tuner(saved: Sequence[dict[str, Any]], settings: Settings) -> int:
-    """Refuses param groups that are damaged or hold another kind of tuner than these settings make.
+    """Validates the tuner in the param groups.
 
     Returns:
-        The steps that the tuner has made.
+        The tuner's steps so far.
+
+    Raises:
+        ValueError: The groups are damaged or incompatible with these settings.
     """
     first, *_ = parse(saved, settings)
     tuners, other = (len(saved), "all") if settings.scope == "group" else (1, "group")
     if first.header.tuners != tuners:
         raise ValueError(
-            f"the checkpoint was made with scope={other!r}, this optimizer has scope={settings.scope!r}: "
+            f"the checkpoint was saved with scope={other!r}, this optimizer has scope={settings.scope!r}: "
             f"pass scope={other!r} to mechanize()."
         )
     return first.steps

@@ -1,4 +1,4 @@
-"""What Mechanic knows about the optimizers it wraps, found by testing each of them."""
+"""Properties of the optimizers that Mechanic wraps, each verified by a test."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ __all__ = [
     "check_supported",
     "ignores_a_schedule",
     "is_exact_in_16_bits",
+    "is_kind_linear_in_lr",
     "is_linear_in_lr",
     "is_torchs_own",
     "own_iterate",
     "skips_on_found_inf",
+    "steps_grow_with_gradient",
 ]
 
 _LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Muon")
-"""torch's optimizers whose update is lr times something that does not depend on lr. Not among them: Rprop (lr is its
-first step size), Adafactor (lr is capped by the step count) and ASGD (lr also sets its decay)."""
+"""torch's optimizers whose update is proportional to lr. Not Rprop (lr is its first step size), Adafactor (lr is capped
+by the step count) and ASGD (lr also sets its decay)."""
 
 _OTHERS_LINEAR_IN_LR = (
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
@@ -30,48 +32,58 @@ _OTHERS_LINEAR_IN_LR = (
     "bitsandbytes.optim.adamw.AdamW",
     "bitsandbytes.optim.adamw.AdamW8bit",
 )
-"""By name: nobody who does not use them has to import them."""
+"""By name, so that they are not imported."""
 
 _OWN_ITERATES = ("schedulefree", "prodigy", "dadapt", "lookahead", "ranger", "madgrad")
-_OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm")
-"""Parts of class names, and whole ones, in lower case: optimizers that do not add an update to the weights they find.
-They put them where iterates, averages or starting points of their own say, or learn a scale from those."""
+_OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm", "accsgd")
+"""Parts of class names, and whole names, in lower case: optimizers that do not add an update to the current weights but
+compute the weights from iterates, averages or starting points of their own, or learn a scale from those."""
 
 _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
 
 
 def is_linear_in_lr(base: Optimizer) -> bool:
-    """Whether the base may be stepped at lr / c and its update multiplied by c."""
-    kind = type(base)
+    """Whether the base's update is proportional to lr: it may be stepped at lr / c and its update multiplied by c."""
+    return is_kind_linear_in_lr(type(base))
+
+
+def is_kind_linear_in_lr(kind: type[Optimizer]) -> bool:
+    """The same, asked of the class."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     declared = bool(getattr(kind, "linear_in_lr", False))
     return declared or _is_torchs(kind, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR
 
 
 def ignores_a_schedule(base: Optimizer) -> bool:
-    """Rprop's lr is its first step size: to change it later changes nothing."""
+    """Whether the base ignores later changes of lr: Rprop's lr is its first step size."""
     return isinstance(base, torch.optim.Rprop)
 
 
+def steps_grow_with_gradient(base: Optimizer) -> bool:
+    """SGD and its kin. Other optimizers normalise their steps, by moments, signs or norms."""
+    return any("sgd" in parent.__name__.lower() for parent in type(base).__mro__)
+
+
 def is_torchs_own(base: Optimizer) -> bool:
-    """Whether the base is one of torch's, which step each parameter by itself: it may be stepped in parts."""
+    """Whether the base is one of torch's, which step each parameter independently and may be stepped in parts."""
     return _is_torchs(type(base), (*_LINEAR_IN_LR, "Rprop", "Adafactor", "ASGD"))
 
 
 def is_exact_in_16_bits(base: Optimizer) -> bool:
-    """Whether the base's update may be read off 16-bit weights: others' is linear in lr, and of order 1 at an lr of 1.
+    """Whether the base's update may be computed from the change of 16-bit weights.
 
-    torch's own need not: they step float32 twins of a few parameters at a time.
+    It is of order 1 at lr=1 for third-party bases that are linear in lr. torch's own step float32 copies of a few
+    parameters at a time instead.
     """
     return is_linear_in_lr(base) and not is_torchs_own(base)
 
 
 def can_fuse_on_cpu(base: Optimizer) -> bool:
-    """Whether torch's fused CPU kernel steps the parameters rightly, and the user has not asked for another way.
+    """Whether torch's fused CPU kernel is correct for these parameters, and the user has not chosen an implementation.
 
-    torch takes it only when told to, though it is the fastest. It walks flat memory, so everything must lie there in
-    one order; and with 16-bit weights SGD's leaves most of them out (https://github.com/pytorch/pytorch/issues/191763).
+    It is the fastest, but torch uses it only on request. It walks flat memory, so all tensors must be contiguous; with
+    16-bit weights SGD's skips most of them (https://github.com/pytorch/pytorch/issues/191763).
     """
     if not _is_torchs(type(base), _FUSED_ON_CPU):
         return False
@@ -82,7 +94,7 @@ def can_fuse_on_cpu(base: Optimizer) -> bool:
 
 
 def _is_one_row(p: Tensor, state: dict[str, Any]) -> bool:
-    """Whether weights, gradient and moments are contiguous and of one dtype that the fused CPU kernels get right."""
+    """Whether weights, gradient and moments are contiguous and of one dtype that the fused CPU kernels support."""
     if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.float64):
         return False
     moments = (t for t in state.values() if isinstance(t, Tensor) and t.shape == p.shape)
@@ -90,7 +102,7 @@ def _is_one_row(p: Tensor, state: dict[str, Any]) -> bool:
 
 
 def _has_some_buffers(base: Optimizer) -> bool:
-    """Torch's fused SGD needs the momentum buffers of all its parameters or of none: a late gradient brings a mix."""
+    """Torch's fused SGD needs the momentum buffers of all parameters or of none; a late first gradient breaks that."""
     for group in base.param_groups:
         if group.get("momentum"):
             states = [base.state.get(p, {}) for p in group["params"] if p.grad is not None]
@@ -100,7 +112,7 @@ def _has_some_buffers(base: Optimizer) -> bool:
 
 
 def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:
-    """Whether the base leaves weights and moments alone, on the device, when its `found_inf` is 1."""
+    """Whether the base skips its update on the device when `found_inf` is 1."""
     if not _is_torchs(type(base), _SKIPS_ON_FOUND_INF) or not all(g.get("fused") for g in base.param_groups):
         return False
     if isinstance(base, torch.optim.SGD) and any(g["momentum"] for g in base.param_groups):
@@ -110,7 +122,12 @@ def skips_on_found_inf(base: Optimizer, params: Iterable[Tensor]) -> bool:
 
 
 def check_supported(base: Any) -> None:
-    """Refuses what cannot be scaled, before anything is wrapped."""
+    """Checks that the base can be mechanized.
+
+    Raises:
+        TypeError: Not an optimizer.
+        ValueError: An optimizer that Mechanic cannot scale.
+    """
     if not isinstance(base, Optimizer):
         raise TypeError(
             f"mechanize() takes a torch.optim.Optimizer or a subclass of it, got {type(base).__name__}. "
@@ -118,7 +135,7 @@ def check_supported(base: Any) -> None:
         )
     if isinstance(base, torch.optim.LBFGS):
         raise ValueError(
-            "LBFGS cannot be mechanized: its line search moves through points that Mechanic does not play. "
+            "LBFGS cannot be mechanized: its line search evaluates points that Mechanic does not control. "
             "Use torch.optim.Adam, or LBFGS alone."
         )
     if isinstance(base, torch.optim.SparseAdam):
@@ -128,8 +145,8 @@ def check_supported(base: Any) -> None:
         )
     if type(base).__name__ == "ZeroRedundancyOptimizer":
         raise ValueError(
-            "ZeroRedundancyOptimizer cannot be mechanized: each rank steps other parameters and would learn a scale "
-            "of its own. Shard with fully_shard (FSDP2) instead."
+            "ZeroRedundancyOptimizer cannot be mechanized: each rank steps different parameters and would learn its "
+            "own scale. Shard with fully_shard (FSDP2) instead."
         )
     _refuse_own_iterates(type(base))
     if any(group.get("differentiable") for group in base.param_groups):
@@ -144,17 +161,17 @@ def _refuse_own_iterates(kind: type[Optimizer]) -> None:
         plain = name.lower().replace("_", "")
         if plain in _OWN_ITERATES_EXACTLY or any(part in plain for part in _OWN_ITERATES):
             raise ValueError(
-                f"{name} cannot be mechanized: its weights follow iterates or a scale of its own, and Mechanic, which "
-                "takes a step for an update added to the weights, would move them from under it. Mechanize the plain "
-                "optimizer that it is built on, such as AdamW or SGD, or use it alone."
+                f"{name} cannot be mechanized: it computes the weights from its own iterates or scale, while Mechanic "
+                "assumes that a step adds an update to the weights. Mechanize the plain optimizer that it is built on, "
+                "such as AdamW or SGD, or use it alone."
             )
 
 
 def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> str | None:
-    """What of a parameter's state, after its first step, is a copy of the weights from before or behind that step.
+    """The name of an entry in a parameter's state that equals the weights before or after the first step, or None.
 
-    Such a base may go on from its own copy, as those that are refused by name. A copy cannot be told from what starts
-    with a constant where all weights are the same, nor from a momentum where they are their own gradient.
+    Such a base may continue from its own copy of the weights, like those rejected by name. Inconclusive, hence None, if
+    all weights are equal or equal to their gradient: other entries may then look like a copy.
     """
     if not isinstance(state, dict) or grad is None or old.numel() < 2 or bool((old == old.reshape(-1)[0]).all()):
         return None
@@ -167,7 +184,7 @@ def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> st
 
 
 def _is_torchs(kind: type[Optimizer], names: tuple[str, ...]) -> bool:
-    """Whether the class is one of these of torch, or a subclass that overrides nothing but its constructor."""
+    """Whether the class is one of these, or a subclass that overrides only the constructor."""
     known = next(parent for parent in kind.__mro__ if parent.__module__.startswith("torch.optim"))
     if known.__name__ not in names or known is not getattr(torch.optim, known.__name__, None):
         return False

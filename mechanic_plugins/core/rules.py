@@ -14,10 +14,12 @@ from torch import Tensor
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import TunerState
 
-__all__ = ["LOSS_WEIGHT", "RELATIVE_EPS", "Bets", "loss_weight", "place_bets"]
+__all__ = ["LOSS_WEIGHT", "RELATIVE_EPS", "USUAL_LOSS", "Bets", "loss_weight", "place_bets"]
 
 LOSS_WEIGHT = 0.1
 """The optimistic rule: how much a loss counts beside a gain, at the peak of the schedule."""
+USUAL_LOSS = 0.3
+"""The optimistic rule: a loss beyond this share of the largest |h| so far counts in full: a run may be diverging."""
 RELATIVE_EPS = 1e-3
 """The optimistic rule: the floor under sqrt(v), as a share of the largest of all bettors."""
 
@@ -43,7 +45,7 @@ def place_bets(state: TunerState, h: Tensor, bet: Tensor, settings: Settings, be
 def loss_weight(state: TunerState, lr: Tensor) -> Tensor:
     """From LOSS_WEIGHT at the schedule's peak to 1 where the learning rate has fallen to 0."""
     share = torch.where(state.lr > 0, lr / state.lr, 1.0)
-    return 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1).sqrt()
+    return 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1).sqrt().sqrt()
 
 
 def _optimistic(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float, weight: Tensor) -> Bets:
@@ -52,7 +54,9 @@ def _optimistic(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: fl
     h = torch.where(state.s_init > 0, h, 0.0)
     m = torch.maximum(beta * state.m, h.abs())
     v = beta**2 * state.v + h**2
-    r = (beta * state.r - bet * torch.where(h > 0, weight * h, h)).clamp(min=0)
+    usual = USUAL_LOSS * state.m.amax(-1, keepdim=True)
+    judged = torch.where(h > 0, weight * torch.minimum(h, usual) + (h - usual).clamp(min=0), h)
+    r = (beta * state.r - bet * judged).clamp(min=0)
     root = v.sqrt()
     floor = eps + RELATIVE_EPS * root.amax(-1, keepdim=True)
     s = torch.where(v > 0, (state.s_init * m / n + r) / (root + floor), 0.0)

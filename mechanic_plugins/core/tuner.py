@@ -15,7 +15,8 @@ and moves n coin bettors, one for each beta (Algorithm 1):
 That is `rule="paper"`. The default, `rule="optimistic"`, differs in these ways, each for a reason that was measured:
 
 - A loss (h > 0) counts less than a gain while the learning rate is near its peak, since much of it is noise that the
-  schedule's fall will remove: `loss_weight`.
+  schedule's fall will remove: `loss_weight`. Only the part beyond the usual size counts in full (`USUAL_LOSS`): it is
+  the sign of a run that diverges.
 - sqrt(v) has a floor relative to the longest memory's, instead of an absolute eps: near zero loss h fades away, and a
   bettor with a short memory would raise its bet without limit. So nothing depends on the scale of the loss either.
 - The first bet is placed after `START` gradients, not one, and is measured again as long as the updates grow.
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from mechanic_plugins.core.rules import place_bets
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner_state import Sums, TunerState, gradient_count, keep_where
+from mechanic_plugins.core.tuner_state import Sums, TunerState, clipped, gradient_count, keep_where
 
 __all__ = [
     "OUTLIER",
@@ -65,16 +66,28 @@ OUTLIER = 100.0
 
 
 class Outcome(NamedTuple):
-    """What came of a step. `applied` is 0-dim, `delta_factor` of shape (tuners, 1)."""
+    """What came of a step. `applied` is 0-dim, `delta_factor` of shape (tuners, 1).
+
+    `clip` is what the base's gradients are to be multiplied by, 0-dim; None for nothing.
+    """
 
     state: TunerState
     counters: Tensor
     applied: Tensor
     delta_factor: Tensor
+    clip: Tensor | None = None
 
 
 def decide(
-    state: TunerState, sums: Tensor, counters: Tensor, *, settings: Settings, betas: Tensor, lr: Tensor, hold: bool
+    state: TunerState,
+    sums: Tensor,
+    counters: Tensor,
+    *,
+    settings: Settings,
+    betas: Tensor,
+    lr: Tensor,
+    hold: bool,
+    max_grad_norm: float | None = None,
 ) -> Outcome:
     """Whether a step is applied, and the tuner after it. `mechanic_plugins.kernels.gpu_tuner` does it in one launch.
 
@@ -89,7 +102,11 @@ def decide(
         betas: `settings.betas` on the state's device.
         lr: The base's learning rate in this step, of shape (tuners, 1).
         hold: Leave the scale as it is.
+        max_grad_norm: Take the gradients for clipped to this norm.
     """
+    clip = None
+    if max_grad_norm is not None:
+        sums, clip = clipped(sums, max_grad_norm)
     finite = sums.isfinite().all()
     has_gradients = finite & (gradient_count(sums)[0] > 0)
     products, longest = Sums.of_vector(sums), state.longest
@@ -107,7 +124,8 @@ def decide(
     new = new._replace(longest=longest)
     if applied.device.type != "cpu":
         new, factor = keep_where(applied, new, skipped), torch.where(applied, factor, 1.0)
-    return Outcome(new, counters, applied, factor)
+        clip = None if clip is None else torch.where(applied, clip, 1.0)
+    return Outcome(new, counters, applied, factor, clip)
 
 
 def _tuned(
@@ -220,7 +238,7 @@ def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
     measured = settings.first_move * (1 + sums.xx.sqrt()) / sums.dd.sqrt()
     if settings.rule != "optimistic":
         return torch.where(state.s_init > 0, state.s_init, torch.where(sums.dd > 0, measured, 0.0))
-    measured = measured * state.gradients.clamp(min=START) / START
+    measured = measured * state.gradients.clamp(min=START)  # of one update: delta holds that many
     first = measured / (sums.gg.sqrt() / state.longest).clamp(min=1.0)
     may_start = (state.gradients >= START) & (sums.dd > 0) & (sums.gg > 0)
     return torch.where(

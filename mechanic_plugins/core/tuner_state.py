@@ -14,20 +14,27 @@ from torch import Tensor
 from mechanic_plugins.core.settings import Settings
 
 __all__ = [
+    "CLIP_EPS",
     "SCALARS",
     "SUMS",
     "Sums",
     "TunerState",
+    "clipped",
     "column",
     "empty_sums",
     "gradient_count",
+    "gradient_norm",
     "initial_state",
     "keep_where",
     "sums_of",
+    "with_scaled_gradients",
 ]
 
 SUMS = ("dg", "gg", "xx", "dx", "dd")
 """The five inner products a step needs, of delta (d), gradient (g) and weights (x), in this order."""
+
+CLIP_EPS = 1e-6
+"""Added to the norm that is clipped, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 class Sums(NamedTuple):
@@ -63,6 +70,24 @@ def sums_of(vector: Tensor, tuner_index: int) -> Tensor:
 def gradient_count(vector: Tensor) -> Tensor:
     """How many gradients there are, as a view."""
     return vector[-1:]
+
+
+def gradient_norm(vector: Tensor) -> Tensor:
+    """The norm of all gradients together, 0-dim."""
+    return Sums.of_vector(vector).gg.sum().sqrt()
+
+
+def with_scaled_gradients(vector: Tensor, factor: Tensor) -> Tensor:
+    """The vector of a step whose gradients are all multiplied by `factor`: dg is linear in them, gg quadratic."""
+    one = torch.ones_like(factor)
+    powers = torch.stack([{"dg": factor, "gg": factor**2}.get(name, one) for name in SUMS])
+    return torch.cat([(vector[:-1].view(-1, len(SUMS)) * powers).flatten(), gradient_count(vector)])
+
+
+def clipped(vector: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """The vector of a step whose gradients are clipped, and the factor: that of `torch.nn.utils.clip_grad_norm_`."""
+    factor = (max_norm / (gradient_norm(vector) + CLIP_EPS)).clamp(max=1.0)
+    return with_scaled_gradients(vector, factor), factor
 
 
 class TunerState(NamedTuple):

@@ -1,4 +1,4 @@
-"""Universal checkpoints, with which DeepSpeed changes the number of ranks: delta must come along."""
+"""Loading delta from universal checkpoints, with which DeepSpeed changes the number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["mend_universal_load", "mend_universal_load_of_stage3"]
 
 
 def mend_universal_load(holder: Any, mechanic: MechanicOptimizer) -> None:
-    """DeepSpeed loads whatever lies beside a parameter's moments: see that delta was there."""
+    """DeepSpeed loads every tensor saved beside a parameter's moments; checks that delta was among them."""
     original = holder.load_hp_checkpoint_state_from_checkpoint_dir
 
     def load(lp_groups_name: str, checkpoint_dir: str) -> None:
@@ -30,45 +30,45 @@ def mend_universal_load(holder: Any, mechanic: MechanicOptimizer) -> None:
 
 
 def mend_universal_load_of_stage3(zero: Any, mechanic: MechanicOptimizer) -> None:
-    """Here DeepSpeed loads three names only, one step count for all, and the first group's settings for every group."""
+    """Loads delta and each group's settings: at stage 3 DeepSpeed loads three tensors and one group's settings."""
     original = zero.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 
     def load(checkpoint_dir: str) -> None:
         original(checkpoint_dir)
         folder = Path(checkpoint_dir) / "zero"
-        # DeepSpeed has just unpickled this very file, classes of its own among it: weights_only would guard nothing
+        # DeepSpeed has just unpickled this file, which holds classes of its own: weights_only would not protect
         saved = torch.load(folder / "optimizer_state.pt", map_location="cpu", weights_only=False)
         for group, old in zip(mechanic.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
             group.update({key: value for key, value in old.items() if key != "params"})
-        for piece, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
-            _load_piece(zero, mechanic.state[piece], piece, [(folder / zero.param_names[p], p) for p in params])
+        for shard, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+            _load_shard(zero, mechanic.state[shard], shard, [(folder / zero.param_names[p], p) for p in params])
         _check_loaded(mechanic, zero.fp32_partitioned_groups_flat, checkpoint_dir)
 
     zero.load_hp_checkpoint_state_from_checkpoint_dir_stage3 = load
 
 
-def _load_piece(zero: Any, state: dict[str, Any], piece: Tensor, params: Sequence[tuple[Path, Tensor]]) -> None:
-    state["step"] = copy.deepcopy(state["step"])
+def _load_shard(zero: Any, state: dict[str, Any], shard: Tensor, params: Sequence[tuple[Path, Tensor]]) -> None:
+    state["step"] = copy.deepcopy(state["step"])  # stage 3 shares one tensor between all shards
     if not all((folder / f"{DELTA}.pt").exists() for folder, _ in params):
         return
     parts = [zero.load_hp_checkpoint_state(str(folder), DELTA, param=p) for folder, p in params]
-    state[DELTA] = torch.zeros_like(piece, requires_grad=False)
+    state[DELTA] = torch.zeros_like(shard, requires_grad=False)
     start = 0
     for part in parts:
         state[DELTA][start : start + part.numel()] = part
         start += part.numel()
 
 
-def _check_loaded(mechanic: MechanicOptimizer, pieces: Sequence[Tensor], checkpoint_dir: str) -> None:
+def _check_loaded(mechanic: MechanicOptimizer, shards: Sequence[Tensor], checkpoint_dir: str) -> None:
     check_tuner(mechanic.param_groups, mechanic.settings)
     if not mechanic.param_groups[0].get(f"{PREFIX}steps"):
         warnings.warn(
-            f"the universal checkpoint {checkpoint_dir} has no Mechanic in it: the base's moments are kept, and the "
-            "scale is learned anew from the current weights.",
+            f"the universal checkpoint {checkpoint_dir} was saved without Mechanic: the base's moments are kept, and "
+            "the scale is learned from scratch, starting at the current weights.",
             stacklevel=3,
         )
-    elif any(DELTA not in mechanic.state[piece] for piece in pieces):
+    elif any(DELTA not in mechanic.state[shard] for shard in shards):
         raise ValueError(
             f"the universal checkpoint {checkpoint_dir} has Mechanic's tuner but no {DELTA}: DeepSpeed's own converter "
-            "leaves it out. Convert with `python -m mechanic_plugins.ds_to_universal`, which takes the same arguments."
+            "omits it. Convert with `python -m mechanic_plugins.ds_to_universal`, which takes the same arguments."
         )

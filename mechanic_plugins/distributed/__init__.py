@@ -1,1 +1,1 @@
-"""Which part of a parameter is on this rank, and how local sums become global ones."""
+"""Which shard of a parameter this rank holds, and how local sums are reduced to global ones."""

@@ -1,6 +1,6 @@
-"""Local sums in, global sums out.
+"""Reduces local sums to global ones.
 
-The optimizer holds one reduction and never asks whether it is distributed: on one process it is the identity.
+The optimizer always holds a reduction; on one process it is the identity.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["AllReduce", "Identity", "Reduction", "reachable_device"]
 
 
 class Reduction(Protocol):
-    """Starts a reduction of a small float64 vector; calling what `start` returns waits for it."""
+    """Starts the reduction of a small float64 vector; the function that `start` returns waits for the result."""
 
     spans_ranks: ClassVar[bool]
-    """Whether other ranks have come to the same decision."""
+    """Whether other ranks get the same sums and take the same decision."""
 
     def start(self, sums: Tensor) -> Callable[[], Tensor]: ...
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Nothing is sharded: the local sums are the global ones."""
+    """Nothing is sharded: local sums are global."""
 
     spans_ranks: ClassVar[bool] = False
 
@@ -39,7 +39,7 @@ class Identity:
 class AllReduce:
     """One all-reduce of the vector over `group` (None: all ranks).
 
-    Every rank gets the same bits, so every rank's tuner takes the same step.
+    All ranks get the same bits, so all tuners take the same step.
     """
 
     group: dist.ProcessGroup | None
@@ -57,9 +57,9 @@ class AllReduce:
 
 
 def reachable_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where the group can reduce: CPU-offloaded shards have sums on the CPU, and NCCL reduces on GPUs only.
+    """The device on which the group can reduce.
 
-    A group of gloo's may be for the CPU only.
+    CPU-offloaded shards have their sums on the CPU, while NCCL reduces on GPUs only; a gloo group may be CPU-only.
     """
     group = group if group is not None else dist.group.WORLD
     assert group is not None

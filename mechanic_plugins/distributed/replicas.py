@@ -1,7 +1,7 @@
-"""Which parameters DistributedDataParallel keeps equal on all ranks, and which it leaves to each of them.
+"""Which parameters DistributedDataParallel keeps equal on all ranks, and which are local to a rank.
 
-Replicas take equal steps by themselves, as their sums are equal. Experts that each rank has for itself spoil that: one
-rank's sums are not another's, the scales part, and with them the weights that all ranks share.
+Replicas have equal sums and take equal steps without communication. Local parameters, such as experts, break that: the
+ranks' sums differ, so their scales diverge, and with them the weights that all ranks share.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["Replicas", "refuse_join", "replicas_of"]
 
 
 class Replicas(NamedTuple):
-    """The ranks that share some of the parameters, and on how many of them each parameter is (by its id)."""
+    """The ranks that share some of the parameters, and the number of ranks that hold each parameter (by id)."""
 
     group: Any
     copies: dict[int, int]
 
 
 def replicas_of(params: Sequence[Tensor]) -> Replicas | None:
-    """None where all ranks' sums are equal by themselves. One small collective, where DDP holds the parameters.
+    """The replicas, or None if all ranks' sums are equal. One small collective if DDP holds the parameters.
 
-    Every rank enters it: DDP's ranks step together, and a rank cannot know that another one has an expert.
+    All ranks take part: DDP's ranks step together, and a rank cannot know whether another one has local parameters.
     """
     wrappers = _wrappers_of(params)
     if not wrappers or any(map(_is_joining, wrappers)):
@@ -47,20 +47,24 @@ def replicas_of(params: Sequence[Tensor]) -> Replicas | None:
 
 
 def refuse_join(params: Sequence[Tensor]) -> None:
-    """A rank that has run out of batches steps no more, and the others would wait for its sums."""
+    """Under Join a rank without batches stops stepping, and the others would wait for its sums.
+
+    Raises:
+        RuntimeError: A DDP module of the parameters is in such a context.
+    """
     if any(map(_is_joining, _wrappers_of(params))):
         raise RuntimeError(
             "sync_replicas=True does not work under torch.distributed.algorithms.Join: a rank without further batches "
-            "makes no more steps, and the others wait for its sums. Give every rank the same number of batches "
+            "stops stepping, and the others wait for its sums. Give every rank the same number of batches "
             "(drop_last=True in the DistributedSampler), or leave sync_replicas False."
         )
 
 
 def _wrappers_of(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
-    """The live ones that hold any of the parameters. No parameter points back to its wrapper: a scan, made once."""
+    """Live DDP modules that hold any of the parameters. Parameters do not refer to them, so this scans all objects."""
     ours = set(map(id, params))
     live = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    known = dist.distributed_c10d._world.pg_map  # without those whose group was destroyed
+    known = dist.distributed_c10d._world.pg_map  # skips modules whose group was destroyed
     return [w for w in live if w.process_group in known and not ours.isdisjoint(map(id, w.module.parameters()))]
 
 
@@ -83,7 +87,7 @@ def _only_group(wrappers: Sequence[DistributedDataParallel]) -> Any:
 
 
 def _gathered(own: Sequence[Tensor], group: Any, device: torch.device) -> list[tuple[float, ...]]:
-    """For each rank, how many parameters it has for itself, and two sums by which to tell them from another's."""
+    """For each rank the number of its local parameters, and two sums that identify them."""
     place = reachable_device(group, device)
     numbers = torch.zeros(3, dtype=torch.float64, device=place)
     for p in own:

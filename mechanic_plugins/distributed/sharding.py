@@ -1,9 +1,8 @@
-"""Which part of a tensor is mine, and how often it is counted.
+"""Which shard of a parameter this rank holds, and its weight in the global sums.
 
-A parameter in k distinct shards lives on W / k ranks each, when W ranks run the same program. So the sum over all
-ranks of (k / W) * local sum is the sum over the whole parameter, counted once: explicit, implicit, hybrid and tensor
-parallel replication need no cases of their own. How many shards there are is read off the parameters, never off the
-gradients: a rank without any must still reach the all-reduce.
+With W ranks and a parameter in k distinct shards, each shard lives on W / k ranks. So the sum over all ranks of
+(k / W) * local sum counts the whole parameter once, under any mix of sharding and replication. The number of shards is
+read off the parameters, never off the gradients: a rank without gradients must still reach the all-reduce.
 """
 
 from __future__ import annotations
@@ -29,34 +28,36 @@ __all__ = [
     "is_fake",
     "local",
     "reduction_for",
-    "refuse_unattached",
     "with_real_tensors",
 ]
 
 
 _PLAIN = (torch.nn.Parameter, Tensor, type(None))
-"""By far the most frequent: told apart without asking what a DTensor is."""
+"""The common case, recognised without the import of DTensor."""
 
 
 @dataclass(frozen=True)
 class Counting:
-    """How the local sums of a list of parameters become global ones."""
+    """How the local sums of a list of parameters are reduced to global ones."""
 
     reduction: Reduction
     weights: dict[int, float]
-    """By id of the parameter: its share of the sum over all ranks."""
+    """By id of the parameter: the factor of this rank's sum."""
 
 
 def reduction_for(
     params: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, sync_replicas: bool = False
 ) -> Counting:
-    """Decides from the parameters alone how each local sum is counted.
+    """How to count each parameter, decided from the parameters alone.
 
     Args:
         params: All parameters of the optimizer, in the same order on every rank.
         group: The ranks that share these parameters; all ranks when None.
-        sync_replicas: Average the sums over replicas too, where nothing is sharded. For replicas on unlike hardware,
-            whose sums may round apart. DDP's are averaged without it where a rank has parameters for itself.
+        sync_replicas: Average the sums over replicas even if nothing is sharded: on different hardware they may differ
+            by rounding. DDP's are always averaged if a rank has local parameters.
+
+    Raises:
+        RuntimeError: The parameters cannot be counted correctly.
     """
     is_distributed = dist.is_available() and dist.is_initialized()
     if group is None and is_distributed:
@@ -82,49 +83,34 @@ def reduction_for(
 
 
 def _count_replicas(params: Sequence[Tensor]) -> Counting:
-    """Of parameters of which none is sharded."""
+    """For parameters that are not sharded."""
     replicas = replicas_of(params)
     if replicas is None:
         return Counting(Identity(), dict.fromkeys(map(id, params), 1.0))
     return Counting(AllReduce(replicas.group), {key: 1 / copies for key, copies in replicas.copies.items()})
 
 
-def refuse_unattached(optimizer: object) -> None:
-    """DeepSpeed hands each rank other pieces of the weights, and nothing on them says so: each rank would tune alone.
-
-    It is found by looking for one of DeepSpeed's objects that holds this optimizer as its own: a scan, made once.
-    """
-    if "deepspeed" not in sys.modules:
-        return
-    for o in (o for o in gc.get_objects() if str(type(o).__module__).startswith("deepspeed.")):
-        if getattr(o, "__dict__", {}).get("optimizer") is optimizer:
-            raise RuntimeError(
-                f"DeepSpeed's {type(o).__name__} steps this optimizer, and Mechanic is not attached to it: every rank "
-                "would learn a scale of its own. import mechanic_plugins.deepspeed before deepspeed.initialize()."
-            )
-
-
 def is_dtensor(t: object) -> bool:
-    """Without loading what defines it, which takes a second: where that is not loaded, there is none."""
+    """Without importing DTensor, which takes a second: before its module is loaded there are no DTensors."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
 
 def is_fake(params: Sequence[Tensor]) -> bool:
-    """Whether the parameters are those of a FakeTensorMode: shapes without data, to estimate memory with."""
+    """Whether the parameters belong to a FakeTensorMode: shapes without data, used to estimate memory."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and any(isinstance(local(p), module.FakeTensor) for p in params[:1])
 
 
 def local(t: Any) -> Any:
-    """This rank's part. Never kept across steps: FSDP may put another tensor there."""
+    """This rank's shard. Do not keep it across steps: FSDP may replace the tensor."""
     if type(t) in _PLAIN:
         return t
     return t._local_tensor if is_dtensor(t) else t
 
 
 def with_real_tensors() -> AbstractContextManager[None]:
-    """Within, new tensors have data even under a FakeTensorMode."""
+    """Within, new tensors have data, even under a FakeTensorMode."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return nullcontext() if module is None else module.unset_fake_temporarily()
 
@@ -132,7 +118,7 @@ def with_real_tensors() -> AbstractContextManager[None]:
 def align_gradients(params: Iterable[Tensor]) -> None:
     """Gives each gradient its parameter's placement.
 
-    Sequence-parallel norms have replicated weights and Partial gradients; the base needs them summed as we do.
+    Sequence-parallel norms have replicated weights and Partial gradients, which must be summed before the step.
     """
     for p in params:
         if type(p) in _PLAIN:
@@ -157,8 +143,8 @@ def _dtensor_shards(p: Any) -> int:
     for size, placement in zip(p.device_mesh.shape, p.placements, strict=True):
         if placement.is_partial():
             raise RuntimeError(
-                f"a parameter of shape {tuple(p.shape)} has placement {placement}: the ranks hold summands of it, and "
-                "their norms do not add up to its norm. Redistribute it to Shard or Replicate first."
+                f"a parameter of shape {tuple(p.shape)} has placement {placement}: the ranks hold its summands, "
+                "whose norms do not add up to its norm. Redistribute it to Shard or Replicate first."
             )
         if not placement.is_replicate():  # Shard, and _StridedShard, whose is_shard() is False
             count *= size
@@ -166,7 +152,7 @@ def _dtensor_shards(p: Any) -> int:
 
 
 def _fsdp1_shards() -> dict[int, int]:
-    """Shards by id of the parameter, for FSDP1. No parameter points back to its handle: scan the live ones, once."""
+    """Number of shards by id of the parameter. Parameters do not refer to FSDP1's handles: this scans all objects."""
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     shards = {}
@@ -196,18 +182,18 @@ def _refuse_what_cannot_be_counted(params: Sequence[Tensor], group: dist.Process
             if not placement.is_replicate() and not mine.issuperset(sharing):
                 raise RuntimeError(
                     f"a parameter is sharded over ranks {sharing}, not all of them in the group {sorted(mine)}: "
-                    "pass a group that holds every rank that has a shard."
+                    "pass a group that holds every rank with a shard."
                 )
 
 
 def _refuse_pipelines(params: Sequence[Tensor]) -> None:
-    """Pipeline ranks hold different parameters: weighting them as replicas would count each a fraction of once."""
+    """Pipeline ranks hold different parameters; counted as replicas, each would have too small a weight."""
     named = any("pp" in (mesh.mesh_dim_names or ()) for mesh in _root_meshes(params))
     stage = sys.modules.get("torch.distributed.pipelining.stage")
     live = stage is not None and any(issubclass(type(o), stage._PipelineStageBase) for o in gc.get_objects())
     if named or live:
         raise RuntimeError(
-            "pipeline stages hold different parameters, which Mechanic cannot tell from replicas: pass "
+            "pipeline stages hold different parameters, which look like replicas to Mechanic: pass "
             "mechanize(..., group=...) with the ranks of one stage. Each stage then learns its own scale."
         )
 

@@ -1,4 +1,4 @@
-"""From Trainer's arguments to an optimizer class, and what it is built with."""
+"""From Trainer's arguments to an optimizer class and its arguments."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Found = tuple[type[Optimizer], Kwargs]
 
 
 def is_mechanic(args: TrainingArguments) -> bool:
-    """Whether `--optim` asks for Mechanic."""
+    """Whether `--optim` names a mechanized optimizer."""
     return name_of(args) in BASES
 
 
 def name_of(args: TrainingArguments) -> str:
-    """What `--optim` says."""
+    """The value of `--optim`."""
     return str(getattr(args.optim, "value", args.optim))
 
 
 def class_and_kwargs(original: Callable[..., Found], args: TrainingArguments, model: Any) -> Found:
-    """What Trainer builds its optimizer from: a class that takes the param groups, and the other arguments."""
+    """The class that Trainer builds its optimizer from, and the arguments beside the param groups."""
     _refuse_lr_zero(args)
     base = BASES[name_of(args)]
     if isinstance(base, str):
@@ -52,13 +52,13 @@ def class_and_kwargs(original: Callable[..., Found], args: TrainingArguments, mo
 def _refuse_lr_zero(args: TrainingArguments) -> None:
     if args.learning_rate == 0:
         raise ValueError(
-            f"learning_rate must not be 0, got {args.learning_rate!r}: {name_of(args)} learns a factor on it, and the "
-            "product would stay 0. Leave it out or write 1.0: all values above 0 train alike."
+            f"learning_rate must not be 0, got {args.learning_rate!r}: {name_of(args)} learns a factor of it, and the "
+            "product would stay 0. Leave it out or write 1.0: all values above 0 give the same training."
         )
 
 
 def _on_this_device(base: str, args: TrainingArguments) -> str:
-    """The fused kernels of torch are for some devices only."""
+    """Torch's fused kernels support only some devices."""
     fused = args.device.type in ("cpu", "cuda", "mps", "xpu")
     return "adamw_torch" if base == "adamw_torch_fused" and not fused else base
 
@@ -66,7 +66,7 @@ def _on_this_device(base: str, args: TrainingArguments) -> str:
 def _from_transformers(
     original: Callable[..., Found], args: TrainingArguments, name: str, model: Any
 ) -> tuple[type[Optimizer], Kwargs, Options]:
-    """As transformers builds its own, with every key of the class in reach: it drops most of `optim_args` itself."""
+    """As transformers builds it, but with every key of `optim_args`, most of which transformers drops."""
     if ("bnb" in name or "8bit" in name) and importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(f"{name_of(args)} needs bitsandbytes: pip install bitsandbytes")
     cls, plain = original(_with_optim(args, name, {}), model)
@@ -81,7 +81,7 @@ def _from_transformers(
 
 
 def _handled(name: str) -> tuple[str, ...]:
-    """The keys that transformers takes out of `optim_args` for optimizers whose constructors have not got them."""
+    """The keys of `optim_args` that transformers handles itself because the constructors lack them."""
     return next((keys for part, keys in _HANDLED.items() if part in name), ())
 
 
@@ -100,7 +100,7 @@ def _with_optim(args: TrainingArguments, name: str, optim_args: dict[str, str]) 
 
 
 class Adafactor(transformers.optimization.Adafactor):
-    """As Trainer builds it, without relative steps: lr is then a plain factor, and Mechanic may rely on it."""
+    """Linear in lr as Trainer builds it, without relative steps."""
 
     linear_in_lr = True
 
@@ -115,7 +115,7 @@ def _kwargs_of(base: type[Optimizer], args: TrainingArguments, model: Any) -> Kw
 
 
 def _embeddings(model: Any) -> list[Tensor]:
-    """Matrices that are tables of vectors, one a token, and not maps: Muon is not for them."""
+    """Token embeddings, for which Muon is not suited: they are lookup tables, not linear maps."""
     modules = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [p for m in (*modules, *([output] if output is not None else [])) for p in m.parameters()]

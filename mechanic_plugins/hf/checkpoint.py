@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer that change between Mechanic and a plain optimizer."""
+"""Converting checkpoints of transformers' Trainer from Mechanic to a plain optimizer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def demechanize_checkpoint(source: str | Path, target: str | Path) -> None:
-    """Writes a copy of a Trainer's checkpoint folder with which a Trainer without Mechanic goes on.
+    """Writes a copy of a Trainer's checkpoint folder from which a Trainer without Mechanic can resume.
 
         demechanize_checkpoint("out/checkpoint-500", "plain/checkpoint-500")
         # python train.py --optim adamw_torch --resume_from_checkpoint plain/checkpoint-500
 
-    Weights and moments stay; the learning rates of optimizer and schedule are multiplied by the learned scale, whatever
-    --learning_rate says. The source is left alone, and the target appears only when it is complete. For checkpoints
-    whose optimizer is one file, optimizer.pt: not those of DeepSpeed or FSDP. Checkpoints of 0.1 are read as of a base
-    whose update is linear in lr, which all but some that `register` adds are.
+    Weights and moments are kept; the learning rates of optimizer and schedule are multiplied by the learned scale and
+    override --learning_rate. The source is unchanged, and the target appears only when it is complete. Only for
+    checkpoints whose optimizer is one file, optimizer.pt, so not for those of DeepSpeed or FSDP. Checkpoints of version
+    0.1 are assumed to come from a base that is linear in lr, as all built-in ones are.
 
     Raises:
         ValueError: The folder holds no learned scale, or the target exists.
@@ -55,13 +55,13 @@ def _check_folders(source: Path, target: Path) -> None:
             "of DeepSpeed and FSDP cannot be rewritten; load them with Mechanic and call demechanize()."
         )
     if target.exists() or source in target.parents:
-        raise ValueError(f"{target} exists already or lies inside {source}: name a new folder.")
+        raise ValueError(f"{target} already exists or is inside {source}: name a new folder.")
 
 
 def _learned(optimizer: dict[str, Any], source: Path) -> list[float]:
     groups = optimizer["param_groups"]
     if not holds_tuner(groups):
-        raise ValueError(f"{source} was saved without Mechanic: resume from it as it is.")
+        raise ValueError(f"{source} was saved without Mechanic: resume from it directly.")
     scales = scales_in(groups)
     try:
         return filled(scales)
@@ -70,14 +70,14 @@ def _learned(optimizer: dict[str, Any], source: Path) -> list[float]:
 
 
 def refuse_unscaled_resume(optimizer: Any) -> None:
-    """Refuses a plain optimizer that has loaded a mechanized one's checkpoint: its lr lacks the learned scale.
+    """Rejects a plain optimizer that has loaded a mechanized one's checkpoint: its lr lacks the learned scale.
 
     Raises:
         RuntimeError: The optimizer's param groups hold Mechanic's tuner.
     """
     if holds_tuner(getattr(optimizer, "param_groups", ())):
         raise RuntimeError(
-            "this checkpoint was saved with Mechanic, and the optimizer now has none: it would train at a learning "
-            "rate without the learned scale. Resume with the --optim mechanic_... of before, or convert the checkpoint "
+            "this checkpoint was saved with Mechanic, but the optimizer is plain: it would train at a learning rate "
+            "without the learned scale. Resume with the same --optim mechanic_... as before, or convert the checkpoint "
             "first: mechanic_plugins.transformers.demechanize_checkpoint('checkpoint-500', 'plain/checkpoint-500')."
         )

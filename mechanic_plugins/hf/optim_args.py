@@ -1,32 +1,34 @@
-"""`--optim_args "k=v,k=v"`: Mechanic's options in it, and the base's."""
+"""Parses `--optim_args "k=v,k=v"` into Mechanic's options and the base's arguments."""
 
 from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options
-from mechanic_plugins.core.settings import Preset, Rule, Scope
-from mechanic_plugins.passes.planner import Backend
 
 __all__ = ["PARSERS", "BaseKeys", "literal", "split_optim_args"]
 
 _TRAINERS = {"lr": "--learning_rate", "weight_decay": "--weight_decay"}
-"""What Trainer passes on its own, in the param groups or beside them: `optim_args` could not change it."""
+"""Arguments that Trainer passes itself, so `optim_args` could not change them."""
 
 _NO_TEXT = ("params", "model", "adamw_params", "args")
-"""Arguments that are objects."""
+"""Arguments that are objects and cannot be written as text."""
+
+Parser = tuple[str, Callable[[str], Any]]
+"""A description of the values, and a function that reads one or raises KeyError or ValueError."""
 
 
 @dataclass(frozen=True)
 class BaseKeys:
-    """What `optim_args` may say to a base: the names and defaults of its constructor's arguments."""
+    """The names and defaults of a base's constructor arguments."""
 
     name: str = "the base"
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +36,7 @@ class BaseKeys:
 
     @classmethod
     def of(cls, base: type[Optimizer], *more: str) -> BaseKeys:
-        """Of a class, and the keys that whoever builds it takes for itself."""
+        """Those of a class, and the extra keys that its builder handles."""
         arguments = inspect.signature(base).parameters.values()
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         left_out = (*_TRAINERS, *_NO_TEXT)
@@ -43,7 +45,7 @@ class BaseKeys:
         return cls(base.__name__, {**dict.fromkeys(more), **own}, takes_any)
 
     def parsed(self, key: str, value: str) -> Any:
-        """A flag or a float where the default is one, else whatever the text looks like."""
+        """A bool or a float if the default is one, else a literal."""
         default = self.defaults.get(key)
         if isinstance(default, bool):
             return _read(key, value, _FLAG)
@@ -51,13 +53,13 @@ class BaseKeys:
 
 
 def split_optim_args(text: str | None, base: BaseKeys | None = None) -> tuple[Options, dict[str, str]]:
-    """Mechanic's options from `--optim_args "k=v,k=v"`, and what is left for the base, unparsed.
+    """Mechanic's options from `--optim_args "k=v,k=v"`, and the base's arguments, unparsed.
 
-    A key that both have needs a prefix: "base.eps=1e-6", "mechanic.eps=1e-9". Lists have colons:
+    A key that both have needs a prefix: "base.eps=1e-6", "mechanic.eps=1e-9". Lists are separated by colons:
     "mechanic.betas=0.9:0.99".
 
     Raises:
-        ValueError: Not of that form, a key that neither has or that both have, or a value that its key cannot have.
+        ValueError: Malformed text, an unknown or ambiguous key, or an invalid value.
     """
     base = base or BaseKeys()
     options: dict[str, Any] = {}
@@ -75,7 +77,7 @@ def split_optim_args(text: str | None, base: BaseKeys | None = None) -> tuple[Op
 
 
 def _owner(key: str, pair: str, base: BaseKeys) -> tuple[str, str]:
-    """Whose key it is, and the key without a prefix."""
+    """The key's owner, and the key without its prefix."""
     owner, _, name = key.rpartition(".")
     if name in _TRAINERS:
         raise ValueError(f"optim_args has {pair}, which the Trainer sets itself: use {_TRAINERS[name]}.")
@@ -103,7 +105,7 @@ def _unknown(name: str, pair: str, base: BaseKeys) -> str:
     )
 
 
-def _read(key: str, value: str, parser: tuple[str, Callable[[str], Any]]) -> Any:
+def _read(key: str, value: str, parser: Parser) -> Any:
     wanted, parse = parser
     try:
         return parse(value)
@@ -115,12 +117,12 @@ def _flag(value: str) -> bool:
     return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[value.lower()]
 
 
-def _one_of(*choices: str) -> tuple[str, Callable[[str], str]]:
+def _one_of(*choices: str) -> Parser:
     return "one of " + ", ".join(choices), lambda value: {choice: choice for choice in choices}[value]
 
 
 def literal(value: str) -> Any:
-    """A base's argument: a number, true, none or a text, and a tuple of them where there are colons."""
+    """An argument of the base: a number, true, false, none or a string; colons separate the items of a tuple."""
     if ":" in value:
         return tuple(map(literal, value.split(":")))
     words = {"true": True, "false": False, "none": None}
@@ -132,23 +134,32 @@ def literal(value: str) -> Any:
         return value
 
 
-_NUMBER: tuple[str, Callable[[str], Any]] = ("a number", float)
-_FLAG: tuple[str, Callable[[str], Any]] = ("true or false", _flag)
-PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "betas": ("numbers with colons between them, as 0.9:0.99:0.999", lambda v: tuple(map(float, v.split(":")))),
-    "s_init": ("a number or auto", lambda v: v if v == "auto" else float(v)),
-    "s_decay": _NUMBER,
-    "eps": _NUMBER,
-    "rule": _one_of(*get_args(Rule)),
-    "preset": _one_of(*get_args(Preset)),
-    "normalize_lr": _FLAG,
-    "first_move": _NUMBER,
-    "smoothing": _NUMBER,
-    "hindsight": _NUMBER,
-    "own_warmup": _FLAG,
-    "scope": _one_of(*get_args(Scope)),
-    "max_scale": _NUMBER,
-    "sync_replicas": _FLAG,
-    "backend": _one_of(*get_args(Backend)),
-}
-"""Every key of `Options` that can be written on a command line: what it takes, and how that is read."""
+_NUMBER: Parser = ("a number", float)
+_FLAG: Parser = ("true or false", _flag)
+_SIMPLE: dict[Any, Parser] = {bool: _FLAG, float: _NUMBER, int: ("a whole number", int)}
+
+
+def _parser(hint: Any) -> Parser | None:
+    """For an option of this type; None for types that cannot be written as text."""
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
+    if get_origin(hint) is Sequence:
+        return "numbers separated by colons, as 0.9:0.99:0.999", lambda text: tuple(map(float, text.split(":")))
+    if get_origin(hint) is Literal:
+        return _one_of(*get_args(hint))
+    known = [parser for part in get_args(hint) if (parser := _parser(part)) is not None]
+    return functools.reduce(_either, known) if known else None
+
+
+def _either(first: Parser, second: Parser) -> Parser:
+    def parse(text: str) -> Any:
+        try:
+            return first[1](text)
+        except (KeyError, ValueError):
+            return second[1](text)
+
+    return f"{first[0]} or {second[0].removeprefix('one of ')}", parse
+
+
+PARSERS = {name: parser for name, hint in get_type_hints(Options).items() if (parser := _parser(hint)) is not None}
+"""Every option that can be written on a command line: the values it takes, and a function that reads them."""

@@ -1,6 +1,6 @@
-"""The names that `--optim` learns: which optimizer each one stands for, and how transformers' list gets them.
+"""The names added to `--optim`, and their optimizers.
 
-Only `transformers.training_args` may be touched here: this runs in the middle of transformers' own imports.
+This runs in the middle of transformers' own imports and may use only `transformers.training_args`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ BASES: dict[str, str | type[Optimizer]] = {
     "mechanic_lion": Lion,
     "mechanic_muon": MuonWithAdamW,
 }
-"""One of transformers' own names, or a class."""
+"""Each name's base: one of transformers' own names, or a class."""
 
 
 def add_names(optimizer_names: Any) -> None:
-    """Adds all names to transformers' `OptimizerNames`. Twice is harmless."""
+    """Adds all names to transformers' `OptimizerNames`. Idempotent."""
     for name in BASES:
         add_name(optimizer_names, name)
 
@@ -45,7 +45,7 @@ def add_name(enum: Any, value: str) -> Any:
     enum._member_names_.append(member._name_)
     enum._member_map_[member._name_] = member
     enum._value2member_map_[value] = member
-    if hasattr(enum, "_hashable_values_"):  # python 3.13: what `in` looks at
+    if hasattr(enum, "_hashable_values_"):  # used by `in` since Python 3.13
         enum._hashable_values_.append(value)
     type.__setattr__(enum, member._name_, member)
     return member

@@ -1,7 +1,7 @@
-"""Which of transformers' schedules mean something else with Mechanic than they say.
+"""Warnings about transformers' schedules that behave differently with Mechanic.
 
-A schedule is a shape: Mechanic multiplies all of it by the scale. A floor that is stated as a learning rate, not as a
-share of the peak, is multiplied too, and is another share for every `--learning_rate`.
+Mechanic multiplies the whole schedule by the scale, including a floor that is given as an absolute learning rate. As a
+fraction of the peak, that floor depends on `--learning_rate`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEGLIGIBLE = 0.01
 
 
 def objection(kind: str, kwargs: Mapping[str, Any], lr: float) -> str | None:
-    """What to warn of, or None.
+    """The text of a warning about this schedule, or None.
 
     Args:
         kind: `lr_scheduler_type`.
@@ -31,18 +31,18 @@ def objection(kind: str, kwargs: Mapping[str, Any], lr: float) -> str | None:
     """
     if kind == "greedy":
         return (
-            "lr_scheduler_type=greedy does not go with Mechanic: it raises the learning rate while the loss falls, "
-            "which Mechanic takes for a warm-up and cancels, and its bounds (min_lr, max_lr) are learning rates, which "
-            "Mechanic multiplies by its scale. Use constant, linear or cosine."
+            "lr_scheduler_type=greedy does not work well with Mechanic: it raises the learning rate while the loss "
+            "falls, which Mechanic treats as a warm-up and cancels, and its bounds (min_lr, max_lr) are multiplied by "
+            "the scale. Use constant, linear or cosine."
         )
     key = _FLOORS.get(kind)
     floor = _floor(kind, kwargs, key, lr) if key else 0.0
     if not floor:
         return None
     return (
-        f"lr_scheduler_type={kind} has {key}={floor:g}, which does not stay what it says: Mechanic multiplies it by "
-        f"the learned scale, like the rest of the schedule. With learning_rate={lr:g} it is {floor / lr:.3g} of the "
-        f"learned peak, with another one it would be another share. {_way_out(kind, key)}"
+        f"lr_scheduler_type={kind} has {key}={floor:g}, an absolute learning rate, which Mechanic multiplies by the "
+        f"learned scale like the rest of the schedule. With learning_rate={lr:g} it is {floor / lr:.3g} of the learned "
+        f"peak, and that fraction depends on learning_rate. {_remedy(kind, key)}"
     )
 
 
@@ -54,7 +54,7 @@ def _floor(kind: str, kwargs: Mapping[str, Any], key: str, lr: float) -> float:
     return float(max(given) if isinstance(given, (list, tuple)) else given)
 
 
-def _way_out(kind: str, key: str | None) -> str:
+def _remedy(kind: str, key: str | None) -> str:
     if kind.startswith("cosine"):
-        return 'Name the share itself: lr_scheduler_kwargs={"min_lr_rate": 0.1}.'
-    return f"With learning_rate=1.0, {key} is the share itself."
+        return 'Set the fraction itself: lr_scheduler_kwargs={"min_lr_rate": 0.1}.'
+    return f"With learning_rate=1.0, {key} is the fraction itself."

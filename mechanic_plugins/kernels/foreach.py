@@ -94,7 +94,7 @@ class ForeachBatch:
         self, part: IndexRange, xs: Sequence[Tensor], stepped: Sequence[Tensor], row: Tensor | None, scales: Tensor
     ) -> None:
         """The same where the base has stepped float32 copies and left the weights `xs` alone."""
-        before, after, _, kept = scales.float()
+        before, after, kept = scales.float()[[0, 1, 3]]
         for param_state, new in zip(self._param_states(part, xs), stepped, strict=True):
             _move_rounded(param_state, param_state.x, new, before=before, after=after, kept=kept)
 

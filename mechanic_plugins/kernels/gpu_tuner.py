@@ -13,12 +13,14 @@ from torch import Tensor
 from mechanic_plugins.core import rules, tuner
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner import Outcome
-from mechanic_plugins.core.tuner_state import SCALARS, SUMS, TunerState, column
+from mechanic_plugins.core.tuner_state import CLIP_EPS, SCALARS, SUMS, TunerState, column
 from mechanic_plugins.kernels.triton_support import is_capturing
 
 __all__ = ["constants_of", "decide"]
 
 _VECTORS = len(TunerState._fields) - len(SCALARS)
+_SCALES = 5
+"""The columns of `Decision.scales`."""
 _RULES = ("paper", "experiments", "optax", "theory", "optimistic")
 
 
@@ -32,6 +34,7 @@ def decide(
     constants: Tensor,
     lrs: Sequence[float | Tensor],
     hold: bool,
+    max_grad_norm: float | None = None,
 ) -> tuple[Outcome, Tensor]:
     """`mechanic_plugins.core.tuner.decide` in one launch.
 
@@ -46,6 +49,7 @@ def decide(
         constants: What `constants_of` says, on the device.
         lrs: The base's learning rate in this step, for each tuner.
         hold: Leave the scale as it is.
+        max_grad_norm: Take the gradients for clipped to this norm.
 
     Returns:
         The outcome, and for each tuner what `Decision.scales` says.
@@ -57,8 +61,8 @@ def decide(
     old = _packed(state)
     lr = lrs[0] if tuners == 1 else None
     lr_column = sums if isinstance(lr, float) else column(lrs, sums.device)
-    out = torch.empty(tuners * (width + 4) + 2, dtype=torch.float64, device=sums.device)
-    new, scales, new_counters = torch.split(out, [tuners * width, tuners * 4, 2])
+    out = torch.empty(tuners * (width + _SCALES) + 2, dtype=torch.float64, device=sums.device)
+    new, scales, new_counters = torch.split(out, [tuners * width, tuners * _SCALES, 2])
     tuner_kernel[(tuners,)](
         sums,
         old,
@@ -70,21 +74,25 @@ def decide(
         scales,
         lr_column,
         *_halves(lr),
+        *_halves(max_grad_norm),
         tuners,
         LR_AS_NUMBER=isinstance(lr, float),
         FROZEN=hold,
+        CLIPS=max_grad_norm is not None and max_grad_norm < torch.finfo(torch.float32).max,
+        CLIP_EPS=CLIP_EPS,
         NUMBERS=_power(tuners * len(SUMS) + 1),
         n=n,
         N=_power(n),
         num_warps=1,
         **_variant(settings),
     )
-    after, table = _unpacked(new.view(tuners, width)), scales.view(tuners, 4)
+    after, table = _unpacked(new.view(tuners, width)), scales.view(tuners, _SCALES)
     if is_capturing(sums.device):
         for theirs, ours in zip((*state, counters), (*after, new_counters), strict=True):
             theirs.copy_(ours)
         after, new_counters = state, counters
-    return Outcome(after, new_counters, table[0, 2], table[:, 3:]), table
+    clip = None if max_grad_norm is None else table[0, 4]
+    return Outcome(after, new_counters, table[0, 2], table[:, 3:4], clip), table
 
 
 def _variant(settings: Settings) -> dict[str, Any]:
@@ -97,6 +105,7 @@ def _variant(settings: Settings) -> dict[str, Any]:
         "HINDSIGHT": settings.hindsight != 1,
         "RESTATES": settings.own_warmup,
         "LOSS_WEIGHT": rules.LOSS_WEIGHT,
+        "USUAL_LOSS": rules.USUAL_LOSS,
         "RELATIVE_EPS": rules.RELATIVE_EPS,
         "START": tuner.START,
         "WINDOW": tuner.WINDOW,
@@ -135,7 +144,7 @@ def _width(n: int) -> int:
 
 def _halves(number: float | Tensor | None) -> tuple[float, float]:
     """A number as two of float32, which is what a kernel takes: together they have 48 of its 53 bits."""
-    if not isinstance(number, float) or not math.isfinite(number):
+    if not isinstance(number, (float, int)) or not math.isfinite(number):
         return 0.0, 0.0
     high = ctypes.c_float(number).value
     return high, ctypes.c_float(number - high).value

@@ -101,6 +101,7 @@ def fused_kernel(
     step = (tl.load(scales + 1) * tl.load(scales + 3) - tl.load(scales + 0)).to(tl.float32)
     after = tl.load(scales + 1).to(tl.float32)
     kept = tl.load(scales + 3).to(tl.float32)
+    clip = tl.load(scales + 4).to(tl.float32)
     if LR_IS_TENSOR:
         lr = tl.load(lr).to(tl.float32) * lr_factor
     xx = tl.zeros([SIZE], tl.float32)
@@ -114,7 +115,7 @@ def fused_kernel(
         d = tl.load(delta, mask, 0.0)
         moved = mask & is_made
         used = moved & (tl.load(row + _GRAD) != 0)
-        g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, used, 0.0).to(tl.float32)
+        g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, used, 0.0).to(tl.float32) * clip
         if MAXIMIZE:
             g = -g
         index = tl.load(blocks + block)

@@ -8,18 +8,20 @@ import triton.language as tl
 
 @triton.jit
 def tuner_kernel(
-    sums, old, new, betas, constants, counters, new_counters, scales, lrs, lr_high, lr_low, tuners,
+    sums, old, new, betas, constants, counters, new_counters, scales, lrs, lr_high, lr_low, norm_high, norm_low, tuners,
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
     HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, LR_AS_NUMBER: tl.constexpr,
-    LOSS_WEIGHT: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr, WINDOW: tl.constexpr,
-    OUTLIER: tl.constexpr,
+    CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
+    LOSS_WEIGHT: tl.constexpr, USUAL_LOSS: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr,
+    WINDOW: tl.constexpr, OUTLIER: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`rescale_to_lr` and `advance` of `mechanic_plugins.core.tuner`, a tuner a program, and whether the step is made.
 
     A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played, h, lr, gradients and longest. `lrs` has
-    the base's lr of each tuner, or the two halves are that of the only one. `counters` holds steps and skipped.
-    `scales` gets, for each tuner, before, after, whether the step is made and what delta is multiplied by.
+    the base's lr of each tuner, or the two halves are that of the only one. `counters` holds steps and skipped. With
+    CLIPS the gradients are taken for clipped to the norm that has its two halves. `scales` gets, for each tuner,
+    before, after, whether the step is made, and what delta and the gradients are multiplied by.
     """
     program = tl.program_id(0)
     every = tl.arange(0, NUMBERS)
@@ -27,9 +29,14 @@ def tuner_kernel(
     is_finite = tl.sum(tl.where(seen - seen == 0, 0, 1)) == 0
     has_gradients = is_finite & (tl.load(sums + tuners * 5) > 0)
     width: tl.constexpr = 6 * n + 6
+    all_squares = tl.where(is_finite, tl.load(sums + every * 5 + 1, every < tuners, 0.0), 0.0)
+    clip = tl.zeros_like(tl.load(sums)) + 1.0
+    if CLIPS:
+        largest = tl.zeros_like(clip) + norm_high + norm_low
+        clip = tl.minimum(largest / (tl.sqrt(tl.sum(all_squares)) + CLIP_EPS), 1.0)
     outliers = tl.zeros_like(every)
     if RULE == 4:  # optimistic
-        norms = tl.sqrt(tl.where(is_finite, tl.load(sums + every * 5 + 1, every < tuners, 0.0), 0.0))
+        norms = clip * tl.sqrt(all_squares)
         longests = tl.load(old + every * width + 6 * n + 5, every < tuners, 0.0)
         outliers = tl.where((longests > 0) & (norms > OUTLIER * longests), 1, 0)
     is_outlier = has_gradients & (tl.sum(outliers) > 0)
@@ -37,7 +44,7 @@ def tuner_kernel(
     new += program * width
     longest = tl.load(old + 6 * n + 5)
     squares = tl.load(sums + program * 5 + 1)
-    norm = tl.sqrt(tl.where(is_finite, squares, 0.0))
+    norm = clip * tl.sqrt(tl.where(is_finite, squares, 0.0))
     made = has_gradients & (is_outlier == 0)
     if program == 0:
         tl.store(new_counters + 0, tl.load(counters + 0) + tl.where(made, 1.0, 0.0))
@@ -47,7 +54,7 @@ def tuner_kernel(
         mine = (longest > 0) & (norm > OUTLIER * longest)
         remembered = tl.where(mine, 10.0 * longest, tl.maximum(0.999 * longest, norm))
     tl.store(new + 6 * n + 5, tl.where(has_gradients, remembered, longest))
-    scales += program * 4
+    scales += program * 5
     lane = tl.arange(0, N)
     inside = lane < n
     s = tl.load(old + lane, inside, 0.0)
@@ -65,8 +72,8 @@ def tuner_kernel(
     s_decay = tl.load(constants + 0)
     eps = tl.load(constants + 1)
     sums += program * 5
-    dg = tl.load(sums)
-    gg = tl.load(sums + 1)
+    dg = clip * tl.load(sums)
+    gg = clip * clip * tl.load(sums + 1)
     xx = tl.load(sums + 2)
     dx = tl.load(sums + 3)
     dd = tl.load(sums + 4)
@@ -94,7 +101,7 @@ def tuner_kernel(
     if AUTO:
         measured = tl.load(constants + 2) * (1.0 + tl.sqrt(xx)) / tl.sqrt(tl.where(dd > 0, dd, 1.0))
         if RULE == 4:
-            measured = measured * tl.maximum(count, START) / START
+            measured = measured * tl.maximum(count, START)
             growth = tl.where(longest > 0, norm / tl.where(longest > 0, longest, 1.0), float("inf"))
             first = tl.where((count >= START) & (dd > 0) & (gg > 0), measured / tl.maximum(growth, 1.0), 0.0)
             lowered = tl.where(dd > 0, tl.minimum(s_init, measured), s_init)
@@ -116,8 +123,10 @@ def tuner_kernel(
     rewarded = seen_h + tl.zeros_like(m)
     if RULE == 4:
         share = tl.where(lr > 0, now / tl.where(lr > 0, lr, 1.0), 1.0)
-        weight = 1.0 - (1.0 - LOSS_WEIGHT) * tl.sqrt(tl.minimum(tl.maximum(share, 0.0), 1.0))
-        rewarded = tl.where(rewarded > 0, weight * rewarded, rewarded)
+        weight = 1.0 - (1.0 - LOSS_WEIGHT) * tl.sqrt(tl.sqrt(tl.minimum(tl.maximum(share, 0.0), 1.0)))
+        usual = USUAL_LOSS * tl.max(tl.where(inside, m, 0.0))
+        loss = weight * tl.minimum(rewarded, usual) + tl.maximum(rewarded - usual, 0.0)
+        rewarded = tl.where(rewarded > 0, loss, rewarded)
     if RULE == 2 or RULE == 3:  # optax, theory
         rewarded = tl.minimum(tl.maximum(rewarded, -m), m)
     if RULE == 0 or RULE == 3 or RULE == 4:  # paper, theory, optimistic
@@ -191,3 +200,4 @@ def tuner_kernel(
     tl.store(scales + 1, after)
     tl.store(scales + 2, tl.where(made, 1.0, 0.0).to(tl.float64))
     tl.store(scales + 3, kept)
+    tl.store(scales + 4, tl.where(made, clip, 1.0))

@@ -3,15 +3,15 @@
     from mechanic_plugins.lightning import Mechanic
     Trainer(callbacks=[Mechanic()]).fit(model)
 
-Whatever `configure_optimizers` returned is mechanized before the first step and before a checkpoint's optimizer state
-is loaded. The hooks only call plain functions. One class serves `lightning.pytorch` and `pytorch_lightning`.
+The optimizers that `configure_optimizers` returns are mechanized before the first step and before a checkpoint's
+optimizer state is loaded. One class serves `lightning.pytorch` and `pytorch_lightning`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from mechanic_plugins.lightning.checks import (
     is_a,
     warn_of_floors,
 )
+from mechanic_plugins.lightning.clipping import clip_in_the_step, leave_clipping_to_lightning
 from mechanic_plugins.lightning.packages import LIGHTNINGS, check_version, installed
 from mechanic_plugins.lightning.reports import is_logged, metrics, summarize
 from mechanic_plugins.optimizer import MechanicOptimizer
@@ -45,49 +46,53 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
 else:
-    # Trainers and command lines ask for instances of their own package's class.
+    # Trainer and LightningCLI check for their own package's class.
     Callback = type("Callback", tuple(module.Callback for module in LIGHTNINGS), {})
 
 __all__ = ["Mechanic", "check_version", "demechanize_checkpoint", "installed", "metrics"]
 
 
 class Mechanic(Callback):
-    """Learns the scale of the learning rate of every optimizer that `configure_optimizers` returns.
+    """Learns the scale of the learning rate of every optimizer returned by `configure_optimizers`.
 
         Trainer(callbacks=[Mechanic()])
         Trainer(callbacks=[Mechanic(s_decay=0.0, prog_bar=True)])
 
-    The lr, weight decay and schedule in `configure_optimizers` keep their meaning: the learning rate in force is
-    `scale * lr`, and any lr gives the same training, unless the schedule ends at an absolute one (`eta_min`, `min_lr`),
-    which is warned of. `mechanic/scale` and `mechanic/effective_lr` are logged, and the end of fit names the highest
-    learning rate that was in force. The state
-    is in the optimizer's, so `fit(ckpt_path=...)` continues exactly. Nothing has to be switched for validation.
+    The lr, weight decay and schedule in `configure_optimizers` keep their meaning: the effective learning rate is
+    `scale * lr`. Training does not depend on lr, unless the schedule ends at an absolute learning rate (`eta_min`,
+    `min_lr`), which causes a warning. `mechanic/scale` and `mechanic/effective_lr` are logged; the highest effective
+    learning rate is reported at the end of fit. The tuner is part of the optimizer's state, so `fit(ckpt_path=...)`
+    resumes exactly. Validation needs no mode switch.
 
-    A module may be fitted again, with this callback or another. What was learned goes with the optimizer: one that the
-    module keeps is tuned further, one that `configure_optimizers` builds anew is tuned anew. A later fit without
+    A module may be fitted again, with this callback or another. The tuner belongs to the optimizer: if the module keeps
+    its optimizer, tuning continues; if `configure_optimizers` builds a new one, it starts over. A later fit without
     Mechanic uses the optimizer's own lr; call `demechanize(callback.optimizers[0])` first to keep the learned one.
 
+    Options left None have the value in brackets, or the preset's.
+
     Args:
-        betas: One discount factor per bettor; their scales are summed.
-        s_init: The first scale ["auto": the first move is the share `first_move` of the weights' norm].
-        first_move: See s_init [1e-3].
-        s_decay: The paper's lambda, a pull on the scale towards small weights [0].
+        betas: One discount factor per tuner; their scales are summed.
+        s_init: The initial scale ["auto": the first move has length `first_move`, relative to the weights' norm].
+        first_move: See s_init [3e-3; 5e-4 for SGD].
+        s_decay: The paper's lambda, a penalty on the norm of the weights [0].
         eps: Added to sqrt(v) [0].
-        rule: "optimistic", or a published tuner with the constants it was published with: "paper", "experiments",
-            "optax" or "theory" ["optimistic"].
-        preset: "paper" sets the paper's rule and constants, "0.1" what version 0.1 of this package did by default.
-            What is left None has the value in brackets, or the preset's.
-        normalize_lr: Let the result not depend on the optimizer's lr: the constants above are stated for an lr of 1.
-        smoothing: Play a log-average of the scale; 0 plays it as it is [0.97].
-        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.3].
+        rule: "optimistic", or a published tuner with its constants: "paper", "experiments", "optax" or "theory"
+            ["optimistic"].
+        preset: "paper" sets the paper's rule and constants, "0.1" the defaults of version 0.1 of this package.
+        normalize_lr: State the constants above for lr=1, which makes training independent of the optimizer's lr.
+        smoothing: Decay of a moving average of log(scale), which is applied; 0 applies the scale itself [0.97].
+        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.15;
+            0.3 for SGD].
         own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
-        scope: "all" learns one scale for each optimizer, "group" one for each param group.
-        max_scale: Never play a scale above this.
-        group: The ranks that share the parameters, where that is not all ranks.
-        sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
-        backend: How the passes over memory are made: "auto", "fused", "triton" or "foreach".
-        log: Log the scale and the effective lr, in the steps that the Trainer logs and at each epoch's end.
-        prog_bar: Show them in the progress bar too, which waits for the device whenever the bar is drawn.
+        scope: "all" learns one scale per optimizer, "group" one per param group.
+        max_scale: Upper bound on the scale.
+        max_grad_norm: Clip the gradients in the step, by their norm. The Trainer's `gradient_clip_val` is clipped by in
+            the step too, where that makes no difference to the module.
+        group: The ranks that share the parameters, if not all ranks.
+        sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
+        backend: The implementation: "auto", "fused", "triton" or "foreach".
+        log: Log the scale and the effective lr, in the steps that the Trainer logs and at the end of each epoch.
+        prog_bar: Show them in the progress bar too, which synchronises with the device whenever the bar is drawn.
     """
 
     def __init__(
@@ -106,32 +111,18 @@ class Mechanic(Callback):
         own_warmup: bool | None = None,
         scope: Scope = "all",
         max_scale: float | None = None,
+        max_grad_norm: float | None = None,
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",
         log: bool = True,
         prog_bar: bool = False,
     ) -> None:
+        # The signature spells the options out for editors and LightningCLI; every one of them is passed on.
+        given = locals()
+        self.options = cast(Options, {name: given[name] for name in Options.__annotations__})
         super().__init__()
-        self.options = Options(
-            betas=betas,
-            s_init=s_init,
-            first_move=first_move,
-            s_decay=s_decay,
-            eps=eps,
-            rule=rule,
-            preset=preset,
-            normalize_lr=normalize_lr,
-            smoothing=smoothing,
-            hindsight=hindsight,
-            own_warmup=own_warmup,
-            scope=scope,
-            max_scale=max_scale,
-            group=group,
-            sync_replicas=sync_replicas,
-            backend=backend,
-        )
-        mechanize(torch.optim.SGD, **self.options)  # refuses bad values here, not at the first step
+        mechanize(torch.optim.SGD, **self.options)  # rejects invalid values here, not at the first step
         self.optimizers: list[MechanicOptimizer] = []
         self._redirected: list[Any] = []
         self._histories: dict[MechanicOptimizer, ScaleHistory] = {}
@@ -147,10 +138,11 @@ class Mechanic(Callback):
                 mechanize_before_the_engine(trainer.strategy, self.options)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The optimizers exist, and no state was loaded into them yet."""
-        self.optimizers = []  # an optimizer of an earlier fit has what was learned in its own state
+        """The optimizers exist, and no state has been loaded into them yet."""
+        self.optimizers = []  # the tuner of an earlier fit is in its optimizer's state
         self._histories, self._recorded = {}, -1
         self._attach(trainer)
+        clip_in_the_step(trainer, pl_module)
         warn_of_floors(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
         if is_a(trainer.strategy, ("ModelParallelStrategy",)):
             load_plain_checkpoints_without_mechanic(trainer.strategy)
@@ -159,7 +151,7 @@ class Mechanic(Callback):
         self._attach(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Other callbacks may have put new optimizers there since."""
+        """Other callbacks may have replaced the optimizers."""
         self._attach(trainer)
 
     def on_train_batch_end(
@@ -176,7 +168,7 @@ class Mechanic(Callback):
         summarize(self.optimizers, self._histories)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Only for `demechanize_checkpoint`: what resuming needs is in the optimizer's state."""
+        """For `demechanize_checkpoint` only; resuming needs just the optimizer's state."""
         if not is_a(trainer.strategy, DEEPSPEED):
             with schedulers_redirected(trainer.strategy):
                 checkpoint["mechanic"] = learned(trainer.strategy)
@@ -186,7 +178,7 @@ class Mechanic(Callback):
             self._release(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lightning calls neither `on_train_end` nor `teardown` then."""
+        """Lightning does not call `on_train_end` and `teardown` after an exception."""
         self._release(trainer)
         if isinstance(exception, KeyboardInterrupt):
             summarize(self.optimizers, self._histories)
@@ -197,6 +189,7 @@ class Mechanic(Callback):
 
     def _release(self, trainer: Trainer) -> None:
         release(trainer.strategy, self._redirected)
+        leave_clipping_to_lightning(trainer)
         self._redirected = []
 
 
@@ -204,16 +197,16 @@ class Mechanic(Callback):
 
 
 def demechanize_checkpoint(source: str | Path, target: str | Path) -> None:
-    """Rewrites a Trainer's checkpoint so that a Trainer without Mechanic goes on at the learned learning rates.
+    """Rewrites a checkpoint so that a Trainer without Mechanic continues at the learned learning rates.
 
         demechanize_checkpoint("last.ckpt", "plain.ckpt")
         Trainer(max_epochs=20).fit(model, ckpt_path="plain.ckpt")
 
-    For checkpoints in one file. Weights and moments stay; the optimizers' learning rates, and the schedules' of torch's
-    schedulers, are multiplied by the scale. A group that has learned none takes the smallest of its optimizer's others.
+    For checkpoints in one file. Weights and moments are kept; the learning rates of the optimizers and of torch's
+    schedulers are multiplied by the scale. A group without a learned scale takes the smallest of its optimizer's.
 
     Raises:
-        ValueError: There is no scale above 0 in the checkpoint.
+        ValueError: The checkpoint holds no scale above 0.
     """
     checkpoint = torch.load(source, map_location="cpu", weights_only=True)
     scales: dict[str, list[list[float]]] = checkpoint.pop("mechanic", {"optimizer_states": []})
@@ -233,12 +226,12 @@ def demechanize_checkpoint(source: str | Path, target: str | Path) -> None:
 def _nothing_learned(source: str | Path, scales: object) -> str:
     return (
         f"{source} holds no learned scale above 0 (found {scales}): it was saved without the Mechanic callback, or "
-        "before the first steps. Resume from it as it is."
+        "before the first steps. Resume from it directly."
     )
 
 
 def learned(strategy: Strategy) -> dict[str, list[list[float]]]:
-    """The groups' scales, for each entry of the lists that a Trainer's checkpoint has under the same names."""
+    """The groups' scales, for each entry of the lists of the same names in a Trainer's checkpoint."""
     return {
         "optimizer_states": [_scales_of(optimizer) for optimizer in strategy.optimizers],
         "lr_schedulers": [_scales_of(config.scheduler.optimizer) for config in strategy.lr_scheduler_configs],

@@ -1,4 +1,4 @@
-"""Puts Mechanic into a strategy, and gives the module's own optimizers and schedulers back after fit."""
+"""Mechanizes a strategy's optimizers, and restores the module's own optimizers and schedulers after fit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.checkpoints.state import strip
 from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.lightning.checks import DEEPSPEED, is_a
 from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.options import configured
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -33,12 +35,12 @@ __all__ = [
 
 
 def attach(strategy: Strategy, options: Options, *, known: Sequence[MechanicOptimizer]) -> list[MechanicOptimizer]:
-    """Mechanizes the strategy's optimizers where they are not yet, and returns them.
+    """Mechanizes those of the strategy's optimizers that are not mechanized yet, and returns all.
 
     Args:
         strategy: Holds the optimizers and the schedulers.
         options: For `mechanize`.
-        known: What an earlier call returned: an optimizer that is met again keeps what it has learned.
+        known: The result of an earlier call; the wrappers of the same bases are used again.
     """
     if is_a(strategy, DEEPSPEED):
         return [_mechanic_of(strategy)]
@@ -53,7 +55,7 @@ def _ours(strategy: Strategy) -> list[MechanicOptimizer]:
 
 
 def release(strategy: Strategy, schedulers: Iterable[Any]) -> None:
-    """Leaves a module's own optimizers and schedulers as a later fit expects them, with Mechanic or without.
+    """Restores a module's own optimizers and schedulers for a later fit, with Mechanic or without.
 
     The strategy keeps the mechanized optimizers: checkpoints may be saved after fit. Their tuners are written to the
     param groups, where the next `mechanize` of the same base finds them.
@@ -66,7 +68,7 @@ def release(strategy: Strategy, schedulers: Iterable[Any]) -> None:
 
 
 def mechanize_before_the_engine(strategy: Any, options: Options) -> None:
-    """DeepSpeed's engine takes the optimizer when it is built, before on_fit_start: the engine then attaches itself."""
+    """DeepSpeed's engine is built before `on_fit_start` and needs the mechanized optimizer by then."""
     import_module("mechanic_plugins.deepspeed")
     configure = type(strategy)._init_optimizers
 
@@ -82,13 +84,13 @@ def _mechanic_of(strategy: Any) -> MechanicOptimizer:
     if found is None:
         raise ValueError(
             f"the DeepSpeed config builds its own optimizer, {strategy.config.get('optimizer')}, without Mechanic: "
-            "return it from configure_optimizers instead, or name it there as MechanicAdamW, MechanicSGD, ..."
+            "return it from configure_optimizers instead, or set its type to MechanicAdamW, MechanicSGD, ..."
         )
     return found
 
 
 def load_plain_checkpoints_without_mechanic(strategy: Strategy) -> None:
-    """Torch refuses a sharded checkpoint that lacks an entry which the optimizer has: hand it the base for the load."""
+    """Torch rejects a sharded checkpoint without Mechanic's entries, so such a checkpoint is loaded into the base."""
     load = type(strategy).load_checkpoint
 
     def load_checkpoint(checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +102,7 @@ def load_plain_checkpoints_without_mechanic(strategy: Strategy) -> None:
 
 
 def detach(strategy: Strategy) -> None:
-    """Puts the bases back, without a trace of Mechanic. `attach` starts it anew."""
+    """Puts the bases back and removes Mechanic's state."""
     ours = _ours(strategy)
     for optimizer in ours:
         strip(optimizer.param_groups, optimizer.state)
@@ -108,7 +110,7 @@ def detach(strategy: Strategy) -> None:
 
 
 def is_sharded_without_mechanic(path: str | Path) -> bool:
-    """Whether this is a folder of torch.distributed.checkpoint that was saved without Mechanic; says so."""
+    """Whether this is a folder of torch.distributed.checkpoint that was saved without Mechanic; warns if so."""
     if not (Path(path) / ".metadata").is_file():
         return False
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -116,8 +118,8 @@ def is_sharded_without_mechanic(path: str | Path) -> bool:
     if any(DELTA in key for key in FileSystemReader(path).read_metadata().state_dict_metadata):
         return False
     rank_zero_warn(
-        f"{path} has no Mechanic in it: the optimizer's moments are kept, and the scale is learned anew from the "
-        "loaded weights."
+        f"{path} was saved without Mechanic: the optimizer's moments are kept, and the scale is learned from scratch, "
+        "starting at the loaded weights."
     )
     return True
 
@@ -125,10 +127,11 @@ def is_sharded_without_mechanic(path: str | Path) -> bool:
 def _mechanized(optimizer: Any, options: Options, known: Sequence[MechanicOptimizer]) -> Optimizer:
     optimizer = _without_proxy(optimizer)
     if isinstance(optimizer, MechanicOptimizer):
-        if not any(optimizer is mine for mine in known):
+        has_settings = configured(options)["settings"] != Settings()
+        if has_settings and not any(optimizer is mine for mine in known):
             rank_zero_warn(
-                "configure_optimizers returned a mechanized optimizer: it is used as it is, and the settings of the "
-                "Mechanic callback do not reach it. Use one of the two, mechanize() or the callback."
+                "configure_optimizers returned a mechanized optimizer, so the Mechanic callback's settings are "
+                "ignored. Pass them to the optimizer, and use Mechanic() for the logs."
             )
         return optimizer
     if _is_no_optimizer(optimizer):
@@ -137,20 +140,20 @@ def _mechanized(optimizer: Any, options: Options, known: Sequence[MechanicOptimi
 
 
 def _without_proxy(optimizer: Any) -> Any:
-    """configure_optimizers may return one of Lightning's own proxies."""
+    """`configure_optimizers` may return one of Lightning's proxies."""
     proxies = tuple(module.core.optimizer.LightningOptimizer for module in LIGHTNINGS)
     return optimizer._optimizer if isinstance(optimizer, proxies) else optimizer
 
 
 def _is_no_optimizer(optimizer: object) -> bool:
-    """Lightning's stand-in where configure_optimizers returned None; it has said so."""
+    """Lightning's placeholder if `configure_optimizers` returned None; Lightning has warned already."""
     return type(optimizer).__name__ == "_MockOptimizer"
 
 
 def redirect_schedulers(strategy: Strategy, optimizers: Sequence[MechanicOptimizer]) -> list[Any]:
-    """Points schedulers that were built on a base at its wrapper, and returns them.
+    """Points schedulers of a base at its wrapper, and returns them.
 
-    LearningRateMonitor would list base and wrapper as two optimizers.
+    Otherwise LearningRateMonitor lists base and wrapper as two optimizers.
     """
     redirected = []
     for config in strategy.lr_scheduler_configs:
@@ -164,7 +167,7 @@ def redirect_schedulers(strategy: Strategy, optimizers: Sequence[MechanicOptimiz
 
 
 def restore_schedulers(redirected: Iterable[Any]) -> None:
-    """Points them at their base again: Lightning refuses a scheduler of an optimizer that it was not given."""
+    """Points them back at the base: Lightning rejects a scheduler whose optimizer was not returned with it."""
     for scheduler in redirected:
         if isinstance(scheduler.optimizer, MechanicOptimizer):
             vars(scheduler.optimizer).pop("step", None)
@@ -173,7 +176,7 @@ def restore_schedulers(redirected: Iterable[Any]) -> None:
 
 @contextmanager
 def schedulers_redirected(strategy: Strategy) -> Iterator[None]:
-    """As they are during a fit. After it, `trainer.save_checkpoint` finds them restored."""
+    """Redirects them temporarily: `trainer.save_checkpoint` may be called after fit has restored them."""
     redirected = redirect_schedulers(strategy, _ours(strategy))
     try:
         yield
@@ -182,7 +185,7 @@ def schedulers_redirected(strategy: Strategy) -> Iterator[None]:
 
 
 def _tracked_step(optimizer: MechanicOptimizer) -> Any:
-    """What torch's schedulers do to their optimizer's step; they warn when they find one that is not so marked."""
+    """Marks the step as torch's schedulers do; they warn about a step without that mark."""
     step, reference = type(optimizer).step, weakref.ref(optimizer)
 
     @functools.wraps(step)

@@ -1,4 +1,4 @@
-"""What is refused or warned of before training starts."""
+"""Checks of the Trainer before training starts."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ DEEPSPEED = ("DeepSpeedStrategy",)
 
 
 def check_callbacks(trainer: Trainer, mechanic: object) -> None:
-    """Refuses Mechanic twice and a learning rate finder; a batch size finder measures too little."""
+    """Rejects a second Mechanic and a learning rate finder; warns about a batch size finder."""
     if sum(isinstance(callback, type(mechanic)) for callback in _callbacks(trainer)) > 1:
         raise _misconfiguration(
-            trainer, "Mechanic is in the Trainer's callbacks more than once: keep one. It serves all optimizers."
+            trainer, "the Trainer has more than one Mechanic callback: keep one, which serves all optimizers."
         )
     if _has_callback(trainer, "LearningRateFinder"):
         raise _misconfiguration(
             trainer,
-            "LearningRateFinder together with Mechanic: there is nothing to find, Mechanic learns the learning rate "
-            "while it trains, whatever lr the optimizer has. Remove LearningRateFinder, or the call of Tuner.lr_find.",
+            "LearningRateFinder cannot be combined with Mechanic, which learns the learning rate during training, for "
+            "any lr of the optimizer. Remove LearningRateFinder, or the call to Tuner.lr_find.",
         )
     if _has_callback(trainer, "BatchSizeFinder"):
         rank_zero_warn(
-            "BatchSizeFinder tries batch sizes without Mechanic, which needs one more value per parameter than the "
-            "optimizer alone: take a somewhat smaller batch than it finds."
+            "BatchSizeFinder tries batch sizes without Mechanic, which stores one more value per parameter: use a "
+            "somewhat smaller batch than it finds."
         )
 
 
@@ -45,44 +45,44 @@ _TESTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallel
 
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuses strategies that cannot work, and warns of those that nobody has tried."""
+    """Rejects strategies that cannot work, and warns about untested ones."""
     strategy = trainer.strategy
     if is_a(strategy, ("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")):
         raise _misconfiguration(
             trainer,
-            f"{type(strategy).__name__} is not supported: Mechanic was never run on XLA devices. "
+            f"{type(strategy).__name__} is not supported: Mechanic is untested on XLA devices. "
             "Train on CPU or GPU, or without Mechanic.",
         )
     if is_a(strategy, ("FSDPStrategy",)) and trainer.world_size > 1 and trainer.precision in ("bf16-true", "16-true"):
         raise _misconfiguration(
             trainer,
-            f"FSDPStrategy with precision={trainer.precision!r} could not save a checkpoint: torch's FSDP1 wants all "
-            "state of a weight in one dtype, and Mechanic keeps a float32 sum beside 16-bit weights. "
-            "Use ModelParallelStrategy (FSDP2), which saves both, or precision='bf16-mixed'.",
+            f"FSDPStrategy with precision={trainer.precision!r} cannot save checkpoints: FSDP1 requires one dtype for "
+            "all state of a weight, and Mechanic keeps a float32 sum for 16-bit weights. Use ModelParallelStrategy "
+            "(FSDP2), or precision='bf16-mixed'.",
         )
     if not is_a(strategy, _TESTED):
         rank_zero_warn(
-            f"Mechanic was never tried with {type(strategy).__name__}: compare `mechanic/scale` on all ranks, which "
-            f"must be equal. Tried: {', '.join(_TESTED)}."
+            f"Mechanic is untested with {type(strategy).__name__}: check that `mechanic/scale` is equal on all ranks. "
+            f"Tested: {', '.join(_TESTED)}."
         )
 
 
 def warn_of_floors(schedulers: Iterable[Any]) -> None:
-    """A schedule that ends at a learning rate, not at a share of the optimizer's, makes the choice of lr matter."""
+    """With a schedule that ends at an absolute learning rate, training depends on the optimizer's lr."""
     for scheduler in schedulers:
         name, floor = _floor(scheduler)
         if floor > 0:
             lr = _highest_lr(scheduler)
             rank_zero_warn(
                 f"{type(scheduler).__name__}({name}={floor:g}) is an absolute learning rate. Mechanic scales it "
-                f"together with the optimizer's lr={lr:g}: the floor is {floor / lr if lr else math.inf:.3g} times the "
-                f"peak, and would be another with another lr. To have the same with any lr, write {name}=share * lr."
+                f"together with the optimizer's lr={lr:g}, so the floor is {floor / lr if lr else math.inf:.3g} times "
+                f"the peak and depends on lr. To make it independent, write {name}=fraction * lr."
             )
         warn_of_floors(getattr(scheduler, "_schedulers", ()))
 
 
 def _floor(scheduler: Any) -> tuple[str, float]:
-    """The argument that sets a lowest learning rate, and its value; none where another sets the highest."""
+    """The argument that sets the lowest learning rate, and its value; 0 if another one sets the highest."""
     if hasattr(scheduler, "max_lrs"):
         return "", 0.0
     if hasattr(scheduler, "min_lrs"):  # ReduceLROnPlateau
@@ -100,11 +100,11 @@ def _has_callback(trainer: Trainer, name: str) -> bool:
 
 
 def _callbacks(trainer: Any) -> list[object]:
-    return list(trainer.callbacks)  # which the Trainer's own annotations forget
+    return list(trainer.callbacks)  # the attribute lacks an annotation
 
 
 def is_a(thing: object, names: Iterable[str]) -> bool:
-    """By name, since both Lightnings have a class of that name."""
+    """By name: both Lightning packages have a class of that name."""
     return not {cls.__name__ for cls in type(thing).__mro__}.isdisjoint(names)
 
 

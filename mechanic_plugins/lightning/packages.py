@@ -1,4 +1,4 @@
-"""The Lightnings that are installed. Import from here what both have: a missing one is then reported first."""
+"""The installed Lightning packages. Imported first, so that a missing one is reported with the pip command."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _OLDEST = (2, 5)
 
 
 def check_version(package: str, version: str) -> None:
-    """Refuses a Lightning that this plugin was never run with."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)  # of "2.7rc1" and "2.6.dev0+abc" too
+    """Rejects untested versions."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)  # also matches "2.7rc1" and "2.6.dev0+abc"
     if numbers is not None and tuple(map(int, numbers.groups())) < _OLDEST:
         raise ImportError(
             f"{package} {version} is too old: Mechanic's callback needs {'.'.join(map(str, _OLDEST))} or later. "
@@ -23,7 +23,7 @@ def check_version(package: str, version: str) -> None:
 
 
 def installed() -> list[ModuleType]:
-    """The Lightnings that are there, one or both."""
+    """`lightning.pytorch`, `pytorch_lightning` or both."""
     names = [name for name in ("lightning.pytorch", "pytorch_lightning") if find_spec(name.partition(".")[0])]
     if not names:
         raise ImportError(

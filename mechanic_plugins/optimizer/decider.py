@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,28 +28,29 @@ class Decider:
         self.base, self.settings, self.units = base, settings, units
         self._on_device: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
-    def decide(self, sums: Tensor, progress: Progress, *, by_kernel: bool) -> Decision:
+    def decide(
+        self, sums: Tensor, progress: Progress, *, by_kernel: bool, max_grad_norm: float | None = None
+    ) -> Decision:
         """Moves `progress` on. `Decision.applied` is a tensor: nothing here synchronises with the device."""
         before, known = progress.tuner.played, (dict(progress.lr_refs), progress.unit, progress.unit_since)
         hold = not self.units.resolve(progress) or self._holds(progress)
         settings, lrs = self.units.constants(progress), self._lrs(progress)
         betas, table = self._constant(settings.betas, sums.device), None
         state, counters = progress.tuner, _counters(progress)
+        shared: dict[str, Any] = {"settings": settings, "betas": betas, "hold": hold, "max_grad_norm": max_grad_norm}
         if by_kernel:
             constants = self._constant(gpu_tuner.constants_of(settings), sums.device)
-            outcome, table = gpu_tuner.decide(
-                state, sums, counters, settings=settings, betas=betas, constants=constants, lrs=lrs, hold=hold
-            )
+            outcome, table = gpu_tuner.decide(state, sums, counters, constants=constants, lrs=lrs, **shared)
         else:
-            lr = column(lrs, sums.device)
-            outcome = tuner.decide(state, sums, counters, settings=settings, betas=betas, lr=lr, hold=hold)
+            outcome = tuner.decide(state, sums, counters, lr=column(lrs, sums.device), **shared)
         progress.tuner = outcome.state
         progress.steps, progress.skipped = outcome.counters.unbind()
         if sums.device.type == "cpu" and not outcome.applied:  # a skipped step leaves no trace
             progress.lr_refs, progress.unit, progress.unit_since = known
         if table is not None:
-            return Decision(outcome.applied, table[:, 0], table[:, 1], table[:, 3], table)
-        return Decision(outcome.applied, before[:, 0], outcome.state.played[:, 0], outcome.delta_factor[:, 0])
+            return Decision(outcome.applied, table[:, 0], table[:, 1], table[:, 3], outcome.clip, table)
+        after, factor = outcome.state.played[:, 0], outcome.delta_factor[:, 0]
+        return Decision(outcome.applied, before[:, 0], after, factor, outcome.clip)
 
     def _holds(self, progress: Progress) -> bool:
         """Whether the scale stays: frozen, or at a learning rate of 0, which must move nothing.

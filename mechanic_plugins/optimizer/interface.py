@@ -13,6 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,9 @@ from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.format import holds_tuner
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.groups import Owner, show_scales
 from mechanic_plugins.core.param_state import DELTA, PREFIX
-from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.settings import Settings, check_max_grad_norm
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
 from mechanic_plugins.optimizer.skips import Skips
 from mechanic_plugins.optimizer.units import Units
@@ -47,6 +49,8 @@ class Wrapper(Optimizer):
 
     # GradScaler must unscale and decide by itself: a fused base would skip its own update, but not Mechanic's.
     _step_supports_amp_scaling = False
+    max_grad_norm: float | None = None
+    """Every step clips the gradients to this norm. Not a setting of the tuner's: checkpoints do not hold it."""
     _has_history = True
     """Whether the base had state before Mechanic's first step: made when it was built, or loaded from a plain run."""
 
@@ -58,14 +62,17 @@ class Wrapper(Optimizer):
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",
+        max_grad_norm: float | None = None,
     ) -> None:
         known_bases.check_supported(base)
         check_backend(backend)
+        check_max_grad_norm(max_grad_norm)
         self.base = base
-        self.settings = settings
+        self.settings = settings.for_base(steps_grow_with_gradient=known_bases.steps_grow_with_gradient(base))
         self.group = group
         self.sync_replicas = sync_replicas
         self.backend = backend
+        self.max_grad_norm = max_grad_norm
         self._has_history = bool(base.state)
         before = vars(base).get(_LIVE)
         self._start()
@@ -81,10 +88,15 @@ class Wrapper(Optimizer):
         self._dry_state: object = None
         self._is_plain = False
         self._last_lrs: list[Any] | None = None
+        self._last: dict[str, Tensor] = {}
+        """The sums of the last step. In a dict for the same reason as `_live`."""
         self._skips = Skips()
         for name in _HOOKS:
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
         self._patch_step_function()
+        self._itself: Owner = ref(self)
+        """Lightning's and Fabric's proxies run these methods with another `self`."""
+        show_scales(self.param_groups, self._itself)
 
     # ---------------------------------------------------------------- what belongs to the base
 
@@ -124,6 +136,7 @@ class Wrapper(Optimizer):
         """The new parameters start with delta = 0; with `scope="group"` they get a tuner of their own."""
         progress = self._progress
         self.base.add_param_group(param_group)
+        show_scales(self.param_groups, self._itself)
         if self.settings.scope == "group":
             progress.add_tuner(self.settings)
         self._write(progress)
@@ -139,6 +152,10 @@ class Wrapper(Optimizer):
     @_live.setter
     def _live(self, progress: Progress | None) -> None:
         self._held["progress"] = progress
+
+    def reread_groups(self) -> None:
+        """Reads the tuner from the param groups at its next use: for engines that replace them."""
+        self._live = None
 
     @property
     def _progress(self) -> Progress:
@@ -251,9 +268,11 @@ class Wrapper(Optimizer):
         checkpoint.check(state_dict, self.param_groups, self.settings)
         plain, ours = checkpoint.split(state_dict)
         self.base.load_state_dict(plain)
+        show_scales(self.param_groups, self._itself)
         ids = (i for group in plain["param_groups"] for i in group["params"])
         checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state)
         self._live = self._dry_state = self._last_lrs = None
+        self._last.clear()
         if not holds_tuner(self.param_groups):
             warnings.warn(
                 "the loaded state has no Mechanic in it: the base's moments are kept, and the scale is learned anew "
@@ -271,7 +290,7 @@ class Wrapper(Optimizer):
         And without `step`, which a scheduler plants on the instance, and the process group, which has no pickle.
         """
         self._write_tuner()
-        kept = ("base", "settings", "sync_replicas", "backend", "_has_history")
+        kept = ("base", "settings", "sync_replicas", "backend", "max_grad_norm", "_has_history")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

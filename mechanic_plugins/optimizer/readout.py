@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.checkpoints.state import Progress
+from mechanic_plugins.core.groups import average, names_of
+from mechanic_plugins.core.tuner_state import gradient_norm
 from mechanic_plugins.optimizer.interface import Wrapper
 
 __all__ = ["Readout", "Tuner"]
@@ -27,7 +29,7 @@ class Tuner(NamedTuple):
 class Readout(Wrapper):
     """The scale, the learning rates and the metrics.
 
-    `scale` and `tuner` do not synchronise with the device; `effective_lrs` and `metrics()` do.
+    `scale`, `grad_norm` and `tuner` do not synchronise with the device; `effective_lrs` and `metrics()` do.
     """
 
     def _note_lrs(self) -> None:
@@ -54,6 +56,13 @@ class Readout(Wrapper):
         """
         return [s * float(lr) for s, lr in zip(self.scales.tolist(), self.lrs, strict=True)]
 
+    def get_avg_learning_rate(self) -> float:
+        """The mean of `effective_lrs` over all weights, under the name that ai-toolkit looks for.
+
+        Synchronises with the device.
+        """
+        return average(self.effective_lrs, self.param_groups)
+
     @property
     def lrs(self) -> list[float | Tensor]:
         """For each group the lr of the last step, which a scheduler may have changed since; 1 for a base without."""
@@ -69,17 +78,27 @@ class Readout(Wrapper):
         s, r, m, v = vectors if self.settings.scope == "group" else (t[0] for t in vectors)
         return Tuner(s, r, m, v, self._progress.steps)
 
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients that the last step was given, on all ranks, before it clipped them: 0-dim.
+
+        0 before the first step; not finite where that is why a step was skipped.
+        """
+        sums = self._last.get("sums")
+        return torch.zeros_like(self._progress.steps) if sums is None else gradient_norm(sums)
+
     def metrics(self) -> dict[str, float]:
         """What to log, as python floats. Synchronises with the device once."""
         progress, unit = self._progress, self._units.of_delta(self._progress)
         hs = progress.tuner.h[:, 0] * unit
-        packed = torch.cat([self.scales, hs, torch.stack([progress.steps, progress.skipped])]).tolist()
-        scales, h, (steps, skipped) = packed[: len(self.scales)], packed[len(self.scales) : -2], packed[-2:]
+        counts = torch.stack([progress.steps, progress.skipped, self.grad_norm])
+        packed = torch.cat([self.scales, hs, counts]).tolist()
+        scales, h, (steps, skipped, norm) = packed[: len(self.scales)], packed[len(self.scales) : -3], packed[-3:]
         lrs = self.effective_lrs
         metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
+        metrics["mechanic/grad_norm"] = norm
         if len(self.param_groups) > 1:
-            for index, group in enumerate(self.param_groups):
-                name = group.get("name", f"pg{index + 1}")
+            for index, name in enumerate(names_of(self.param_groups)):
                 metrics[f"mechanic/scale/{name}"] = scales[index]
                 metrics[f"mechanic/effective_lr/{name}"] = lrs[index]
         if skipped:

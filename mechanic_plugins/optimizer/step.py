@@ -20,7 +20,8 @@ from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, REF, ParamState
 from mechanic_plugins.core.tuner import was_outlier
-from mechanic_plugins.core.tuner_state import Sums, initial_state
+from mechanic_plugins.core.tuner_state import Sums, clipped, initial_state
+from mechanic_plugins.distributed.engines import refuse_unattached
 from mechanic_plugins.distributed.reduction import Identity
 from mechanic_plugins.distributed.sharding import (
     Counting,
@@ -28,7 +29,6 @@ from mechanic_plugins.distributed.sharding import (
     is_fake,
     local,
     reduction_for,
-    refuse_unattached,
 )
 from mechanic_plugins.kernels.triton_support import is_capturing
 from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
@@ -65,19 +65,29 @@ class MechanicOptimizer(Readout):
     def step(self, closure: Closure | None = None) -> Any:
         """Algorithm 1. A step whose gradient is not finite, or an outlier, or not there at all, changes nothing.
 
+        With `max_grad_norm` base and tuner see the gradients clipped, as if `torch.nn.utils.clip_grad_norm_` had come
+        before. The gradients themselves are left in either state: the step scales them in place where it has to.
+
         A parameter without a gradient still follows the scale, unless its `requires_grad` is False. At a learning rate
         of 0 in every group the weights and the scale stay where they are.
         """
         self._leave_dry_run()
         if closure is None and self._is_dry_run():
             return self._make_dry_run()
-        closure, loss = _evaluated(closure)
+        closure, loss = _evaluated(closure, self._refuse_second_evaluation if self.max_grad_norm is not None else None)
         params = self._params()
         if is_fake(params):  # nothing can be learned from tensors without data; what a step allocates can be counted
             self._make_dry_run()
             return loss
         self._calls += 1
         return self._train(closure, loss, params)
+
+    def _refuse_second_evaluation(self) -> None:
+        raise RuntimeError(
+            f"max_grad_norm={self.max_grad_norm} clips the gradients that a step starts from, but "
+            f"{type(self.base).__name__} evaluates the closure again within its step, and those gradients would not be "
+            "clipped: leave max_grad_norm out and call torch.nn.utils.clip_grad_norm_ in the closure."
+        )
 
     def _train(self, closure: Closure | None, loss: Any, params: Sequence[Tensor]) -> Any:
         progress = self._progress
@@ -112,6 +122,8 @@ class MechanicOptimizer(Readout):
             return False
         if self._has_history or self.count is not None:
             return False
+        if self.max_grad_norm is not None:
+            vector, _ = clipped(vector, self.max_grad_norm)
         norms = Sums.of_vector(vector).gg.sqrt()
         is_second = progress.tuner.gradients.max() == 1
         return bool(is_second & was_outlier(progress.tuner.longest, norms).any())
@@ -130,8 +142,9 @@ class MechanicOptimizer(Readout):
         return self._decide(sums, self._progress)
 
     def _decide(self, sums: Tensor, progress: Progress) -> Decision:
+        self._last["sums"] = sums
         by_kernel = self._passes.uses_kernels(sums.device)
-        decision = self._decider.decide(sums, progress, by_kernel=by_kernel)
+        decision = self._decider.decide(sums, progress, by_kernel=by_kernel, max_grad_norm=self.max_grad_norm)
         applied = self._known(decision.applied, progress)
         if applied is not False:
             self._note_lrs()
@@ -235,14 +248,14 @@ def _ids_of_moving(params: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(id(p) for p in params if p.requires_grad or p.grad is not None)
 
 
-def _evaluated(closure: Closure | None) -> tuple[Closure | None, Any]:
-    """The loss, and a closure for the base whose first call returns it instead of computing it again."""
+def _evaluated(closure: Closure | None, refuse: Closure | None) -> tuple[Closure | None, Any]:
+    """The loss, and a closure for the base whose first call returns it; another one computes it again, or refuses."""
     if closure is None:
         return None, None
     again = torch.enable_grad()(closure)
     loss = again()
     cached = [loss]
-    return lambda: cached.pop() if cached else again(), loss
+    return lambda: cached.pop() if cached else (refuse or again)(), loss
 
 
 @contextmanager

@@ -93,6 +93,7 @@ class AnyBasePlan(Plan):
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
         chunks, scales = self._chunks_for_step(), decision.scales()
+        self._clip(decision.clip)
         for batch in self.batches:
             batch.begin_moves([part for chunk in chunks for other, part in chunk.parts if other is batch])
         with _at_unit_lr(self.base, unit), _skipping(self.base, decision):
@@ -105,6 +106,12 @@ class AnyBasePlan(Plan):
         for batch in self.batches:
             batch.finish_moves()
         return result
+
+    def _clip(self, factor: Tensor | None) -> None:
+        if factor is not None:
+            known = factor.item() if factor.device.type == "cpu" else factor
+            for batch in self.batches:
+                batch.clip_gradients(known)
 
     def _apply_one(self, chunk: Chunk, started: list[Any], scales: Tensor, closure: Closure | None) -> Any:
         snapshots = started.pop() if started else chunk.snapshot()  # gone when this returns: never two of them

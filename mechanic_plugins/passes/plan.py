@@ -40,21 +40,25 @@ class Entry(NamedTuple):
 class Decision(NamedTuple):
     """What a step will do: whether it is made, and for each tuner the scale that was and will be played.
 
-    `delta_factor` multiplies delta, so that only part of it, or none, is re-applied at the new scale.
+    `delta_factor` multiplies delta, so that only part of it, or none, is re-applied at the new scale. `clip`, 0-dim,
+    multiplies the gradients that the base sees; None leaves them as they are.
     """
 
     applied: bool | Tensor
     before: Tensor
     after: Tensor
     delta_factor: Tensor
+    clip: Tensor | None = None
     packed: Tensor | None = None
 
     def scales(self) -> Tensor:
-        """Before, after, whether the step is made and what delta is multiplied by, for each tuner."""
+        """Before, after, whether the step is made, and what delta and gradients are multiplied by, for each tuner."""
         if self.packed is not None:
             return self.packed
         made = torch.as_tensor(self.applied, dtype=self.before.dtype, device=self.before.device)
-        return torch.stack([self.before, self.after, made.expand_as(self.before), self.delta_factor], dim=1)
+        clip = torch.ones_like(made) if self.clip is None else self.clip
+        rows = (self.before, self.after, made, self.delta_factor, clip)
+        return torch.stack([row.expand_as(self.before) for row in rows], dim=1)
 
 
 class ParamBatch:
@@ -113,6 +117,22 @@ class ParamBatch:
         self.tensors.add_sums(
             self.xs(), self.grads(), out, tuner_index=self.tuner_index, weight=self.weight, maximize=maximize
         )
+
+    def clip_gradients(self, factor: float | Tensor) -> None:
+        """Multiplies them in place, as torch.nn.utils.clip_grad_norm_ does."""
+        grads = [grad for grad in self.grads() if grad is not None]
+        if isinstance(factor, Tensor):
+            self._clip_on_device(grads, factor.to(self.device))
+        elif grads and factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+
+    def _clip_on_device(self, grads: Sequence[Tensor], factor: Tensor) -> None:
+        wide = [grad for grad in grads if not needs_reference(grad.dtype)]
+        if wide:
+            torch._foreach_mul_(wide, factor.to(wide[0].dtype))
+        for grad in grads:
+            if needs_reference(grad.dtype):  # torch would round the factor to 16 bits first
+                grad.copy_(grad.float().mul_(factor))
 
     @property
     def sizes(self) -> list[int]:

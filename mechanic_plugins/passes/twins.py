@@ -3,11 +3,15 @@
 What a base adds to a 16-bit weight is lost where it is smaller than the weight's rounding, and Mechanic would learn
 from what is left. So the base is lent float32 copies of weights, gradients and moments for the time of a step. Its
 state is kept in the dtypes that it has without Mechanic: plain checkpoints and `demechanize` see no difference.
+
+A base that could not work with the copies steps the 16-bit weights themselves, with a warning: `_why_not_twins`.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -29,6 +33,7 @@ _BYTES = 8
 """A twin, its gradient and two moments take 16 bytes for each 2 of the weights."""
 
 
+_SEQUENCES = (list, tuple, deque)
 _SCALARS = ("step", "mu_product", "eta", "mu")
 """What torch's optimizers keep as one float32 number for a parameter."""
 
@@ -38,9 +43,39 @@ def batch_for(base: Optimizer, entries: Sequence[Entry], *, by_kernels: bool) ->
     param_state = entries[0].param_state
     if not needs_reference(param_state.x.dtype) or known_bases.is_exact_in_16_bits(base):
         return ParamBatch(base, entries, by_kernels=by_kernels)
-    if known_bases.is_torchs_own(base) or param_state.is_complete():
+    if known_bases.is_torchs_own(base):
         return TwinPiece(base, entries, by_kernels=by_kernels)
-    return DiscardingPiece(base, entries, by_kernels=by_kernels)
+    if reason := _why_not_twins(base, [entry.param for entry in entries]):
+        dtype = str(param_state.x.dtype).removeprefix("torch.")
+        warnings.warn(
+            f"{type(base).__name__} steps the {dtype} weights themselves and not float32 copies, since {reason}. "
+            "Updates smaller than the weights' rounding are lost: keep float32 weights and use autocast.",
+            stacklevel=2,
+        )
+        return ParamBatch(base, entries, by_kernels=by_kernels)
+    kind = TwinPiece if param_state.is_complete() else DiscardingPiece
+    return kind(base, entries, by_kernels=by_kernels)
+
+
+def _why_not_twins(base: Optimizer, params: Sequence[Tensor]) -> str | None:
+    """Why the base would meet tensors of two dtypes, or weights that its graph does not know."""
+    options = [*vars(base).values(), *(value for group in base.param_groups for value in group.values())]
+    if any(isinstance(value, torch.dtype) and needs_reference(value) for value in options):
+        return "it casts to a dtype of its own"
+    if any(p.grad is not None and p.grad.requires_grad for p in params):
+        return "its gradients carry a graph (create_graph=True)"
+    if not all(_is_within_reach(base.state.get(p, {})) for p in params):
+        return "it keeps its state in an object"
+    return None
+
+
+def _is_within_reach(value: Any) -> bool:
+    """Whether `_mapped` finds all tensors in there."""
+    if type(value) is dict:
+        return all(map(_is_within_reach, value.values()))
+    if type(value) in _SEQUENCES:
+        return all(map(_is_within_reach, value))
+    return value is None or isinstance(value, (Tensor, int, float, complex, str, torch.dtype, torch.device, torch.Size))
 
 
 class Lent(NamedTuple):
@@ -165,9 +200,10 @@ def _mapped(change: Callable[..., Tensor], value: Any, other: Any = None) -> Any
         return change(value, other)
     if type(value) is dict:
         return {key: _mapped(change, item, other.get(key) if alike else None) for key, item in value.items()}
-    if type(value) in (list, tuple):
+    if type(value) in _SEQUENCES:
         others = other if alike and len(other) == len(value) else [None] * len(value)
-        return type(value)(_mapped(change, item, old) for item, old in zip(value, others, strict=True))
+        items = [_mapped(change, item, old) for item, old in zip(value, others, strict=True)]
+        return deque(items, value.maxlen) if type(value) is deque else type(value)(items)
     return value
 
 

@@ -120,6 +120,11 @@ def refusal_of_groups(rank: int, case: Case) -> str:
     return message(ValueError, lambda: engine_of(case.but(options={"group": dist.group.WORLD})))
 
 
+def refusal_of_clipping(rank: int, case: Case) -> str:
+    start(rank)
+    return message(ValueError, lambda: engine_of(case.but(options={"max_grad_norm": 1.0})))
+
+
 @contextlib.contextmanager
 def plugin_not_imported() -> Iterator[None]:
     """DeepSpeed's own methods: an engine that is built here has never heard of Mechanic."""

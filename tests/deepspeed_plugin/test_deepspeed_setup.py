@@ -64,7 +64,7 @@ def test_a_scheduler_gets_the_mechanized_optimizer(engines: Engines) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_attaching_again_changes_nothing(engines: Engines, stage: int) -> None:
     seen = engines(2)(on_rank.attach_twice, Case(stage=stage))[0]
-    assert "holds no mechanized one" in seen.pop("attach_plain")
+    assert "which is not mechanized" in seen.pop("attach_plain")
     assert seen == dict.fromkeys(seen, True)
 
 
@@ -118,7 +118,7 @@ REFUSED = {
 def test_refused(engines: Engines, what: str) -> None:
     (message,) = engines(1)(on_rank.refusal, REFUSED[what])
     assert message.startswith(f"Mechanic does not support {what} under DeepSpeed: ")
-    assert message.count(".") >= 2, "a reason and a way out"
+    assert message.count(".") >= 2, "a reason and a remedy"
 
 
 def test_adagrad_is_refused_only_where_deepspeed_replaces_it(engines: Engines) -> None:
@@ -126,10 +126,14 @@ def test_adagrad_is_refused_only_where_deepspeed_replaces_it(engines: Engines) -
     assert_same_training(case, engines(2)(plain_side.run, case), plain_side.plain_run(case))
 
 
-def test_muon_pipelines_and_groups_are_refused(engines: Engines) -> None:
+def test_muon_pipelines_groups_and_clipping_are_refused(engines: Engines) -> None:
     assert "does not support Muon" in engines(2)(on_rank.refusal_of_muon, Case(stage=1))[0]
     assert "does not support a PipelineModule" in engines(2)(on_rank.refusal_of_pipelines, Case(stage=0))[0]
     assert "does not support mechanize(group=...)" in engines(2)(on_rank.refusal_of_groups, Case(stage=1))[0]
+    for stage in (0, 1):
+        refusal = engines(2)(on_rank.refusal_of_clipping, Case(stage=stage))[0]
+        assert "does not support mechanize(max_grad_norm=...)" in refusal
+        assert "Set 'gradient_clipping' in the DeepSpeed config" in refusal
 
 
 @pytest.mark.parametrize("stage", [2, 3])

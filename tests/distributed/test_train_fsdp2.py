@@ -140,7 +140,10 @@ def by_fsdp(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFact
     return log(out)
 
 
-@pytest.mark.parametrize(("world", "arguments"), WAYS, ids=lambda v: str(v) if isinstance(v, int) else v[1])
+# Two ranks of tensor parallelism alone are in the four, and in the checkpoint's journey below.
+@pytest.mark.parametrize(
+    ("world", "arguments"), [WAYS[0], WAYS[2]], ids=lambda v: str(v) if isinstance(v, int) else v[1]
+)
 def test_every_way_of_spreading_it_trains_the_same(
     ranks: Callable[[int], Ranks],
     by_fsdp: list[dict[str, Any]],

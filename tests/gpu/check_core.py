@@ -20,6 +20,7 @@ from mechanic_plugins.lion import Lion
 Build = Callable[[Any], torch.optim.Optimizer]
 DEVICE = torch.device("cuda")
 STEPS = 60
+CLIP = 0.3
 
 BASES: dict[str, Build] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True, weight_decay=0.1),
@@ -83,6 +84,99 @@ def check_paths() -> Iterator[tuple[str, bool]]:
                 f"{name}, {backend}: {distance:.1e} from torch operations, {said}",
                 distance < TOLERANCE.get(name, 1e-5),
             )
+
+
+def train_clipped(build: Build, *, by_hand: bool, **options: Any) -> Any:
+    """With a quarter of the gradients shorter than the norm."""
+    net, sync_free = make_net(options.pop("dtype", torch.float32)), options.pop("sync_free", False)
+    if not by_hand:
+        options["max_grad_norm"] = CLIP
+    optimizer = mechanize(build(net.parameters()), s_init=1e-4, s_decay=0.01, **options)
+    generator, norms = torch.Generator(DEVICE).manual_seed(1), []
+    for step in range(STEPS):
+        x = torch.randn(128, 64, device=DEVICE, generator=generator).to(next(net.parameters()).dtype)
+        loss = nn.functional.cross_entropy(net(x).float(), x[:, :10].argmax(1))
+        optimizer.zero_grad()
+        (loss if step % 4 else 0.01 * loss).backward()
+        if by_hand:
+            norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP))
+        with _no_synchronisation() if sync_free and step > 5 else _anything_goes():
+            optimizer.step()
+            if not by_hand:
+                norms.append(optimizer.grad_norm)
+    weights = torch.cat([p.detach().double().flatten() for p in net.parameters()])
+    return weights, torch.stack(norms).double(), optimizer
+
+
+def check_clipping() -> Iterator[tuple[str, bool]]:
+    """A step with max_grad_norm ends where clip_grad_norm_ before a step does, and waits no more often."""
+    for name, build in BASES.items():
+        expected, norms, _ = train_clipped(build, by_hand=True, backend="foreach")
+        some_are_clipped = bool((norms > CLIP).any() and (norms < CLIP).any())
+        for backend in ("foreach", "triton", "fused"):
+            sync_free = backend == "fused" or (backend == "triton" and name != "lion")
+            weights, seen, _ = train_clipped(build, by_hand=False, backend=backend, sync_free=sync_free)
+            distance = ((weights - expected).norm() / expected.norm()).item()
+            off = ((seen - norms).norm() / norms.norm()).item()
+            yield (
+                f"clipping, {name}, {backend}: weights {distance:.1e}, norms {off:.1e} from clip_grad_norm_",
+                some_are_clipped and distance < TOLERANCE.get(name, 1e-5) and off < TOLERANCE.get(name, 1e-5),
+            )
+    for backend in ("triton", "fused"):
+        ends = [
+            train_clipped(BASES["adamw"], by_hand=by_hand, backend=backend, dtype=torch.bfloat16)[0]
+            for by_hand in (True, False)
+        ]
+        distance = ((ends[0] - ends[1]).norm() / ends[0].norm()).item()
+        yield f"clipping bf16 gradients, {backend}: {distance:.1e} from clip_grad_norm_", distance < 2e-2
+
+
+def check_skipped_clipping() -> Iterator[tuple[str, bool]]:
+    """A norm that is not finite leaves weights, state and gradients alone, on the device."""
+    for backend in ("triton", "fused"):
+        params = [nn.Parameter(torch.randn(300, 7, device=DEVICE)), nn.Parameter(torch.randn(5, device=DEVICE))]
+        optimizer = mechanize(torch.optim.AdamW(params, fused=True), s_init=1e-3, backend=backend, max_grad_norm=CLIP)
+        for step in range(6):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            if step == 5:
+                params[0].grad[7, 3] = float("inf")  # type: ignore[index]
+            before = [*_everything(optimizer), params[0].grad.clone(), params[1].grad.clone()]  # type: ignore[union-attr]
+            optimizer.step()
+        after = [*_everything(optimizer), params[0].grad, params[1].grad]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True) if b is not None)
+        yield f"clipping an infinity, {backend}: nothing is touched: {same}", same
+
+
+def check_clipping_in_a_graph() -> Iterator[tuple[str, bool]]:
+    """Replays clip by the norm of their own gradients, and `grad_norm` follows them."""
+    ends, norms = [], []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((64, 33), (7,), (128, 128))]
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        lr = torch.tensor(1e-2, device=DEVICE)
+        base = torch.optim.AdamW(params, lr=lr, fused=True, capturable=True)
+        optimizer, graph = mechanize(base, s_init=1e-3, max_grad_norm=100.0), torch.cuda.CUDAGraph()
+        for step in range(20):
+            for p in params:
+                p.grad.copy_((p.detach() - step) / (1 + step % 4) ** 4)  # type: ignore[union-attr]
+            if capture and step == 5:
+                with torch.cuda.graph(graph):
+                    optimizer.step()
+            if capture and step >= 5:
+                graph.replay()
+            else:
+                optimizer.step()
+            norms.append(optimizer.grad_norm.item())
+        ends.append(torch.cat([p.detach().flatten() for p in params]))
+    distance = ((ends[0] - ends[1]).norm() / ends[0].norm()).item()
+    alike = all(abs(a - b) <= 1e-4 * a for a, b in zip(norms[:20], norms[20:], strict=True))
+    yield (
+        f"clipping in a CUDA graph: {distance:.1e} from uncaptured steps, norms alike: {alike}",
+        distance < 1e-6 and alike,
+    )
 
 
 def check_bf16() -> Iterator[tuple[str, bool]]:
@@ -175,7 +269,8 @@ def check_compile() -> Iterator[tuple[str, bool]]:
 def main() -> int:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     failed = False
-    for check in (check_paths, check_bf16, check_skipped_step, check_graph, check_compile):
+    clipping = (check_clipping, check_skipped_clipping, check_clipping_in_a_graph)
+    for check in (check_paths, *clipping, check_bf16, check_skipped_step, check_graph, check_compile):
         for said, holds in check():
             print("ok    " if holds else "FAILED", said, flush=True)
             failed |= not holds

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import functools
 import importlib
 import inspect
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -31,6 +33,8 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from mechanic_plugins import mechanize
+from mechanic_plugins.api import Options
+from mechanic_plugins.core.settings import LEFT_OPEN, Settings
 from mechanic_plugins.lightning import Mechanic
 from mechanic_plugins.lightning.checks import warn_of_floors
 from mechanic_plugins.lightning.packages import check_version
@@ -330,9 +334,30 @@ trainer:
 
 
 def test_it_takes_every_keyword_of_mechanize_with_its_default() -> None:
-    theirs, ours = inspect.signature(mechanize).parameters, inspect.signature(Mechanic).parameters
+    theirs, ours = (inspect.signature(each, eval_str=True).parameters for each in (mechanize, Mechanic))
     expected = {name: (p.default, p.annotation) for name, p in theirs.items() if name != "optimizer"}
     assert {name: (p.default, p.annotation) for name, p in ours.items() if name not in ("log", "prog_bar")} == expected
+
+
+@pytest.mark.parametrize("documented", [mechanize, Mechanic])
+def test_every_option_is_documented_with_its_default(documented: Any) -> None:
+    section = str(inspect.getdoc(documented)).partition("Args:\n")[2].partition("\n\n")[0]
+    parts = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
+    texts = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(texts) == list(inspect.signature(documented).parameters)
+    for name in LEFT_OPEN:
+        _, _, default = texts[name].rpartition("[")
+        assert ast.literal_eval(re.split("[]:]", default)[0]) == getattr(Settings, name), name
+
+
+def test_every_option_reaches_the_optimizer() -> None:
+    """One value for each option that is not its default; an option that is new must be entered here."""
+    other: dict[str, Any] = {"betas": (0.5,), "s_init": 0.1, "first_move": 0.1, "s_decay": 0.1, "eps": 0.1}
+    other |= {"rule": "paper", "preset": "paper", "normalize_lr": False, "smoothing": 0.1, "hindsight": 0.1}
+    other |= {"own_warmup": False, "scope": "group", "max_scale": 3.0, "group": object(), "sync_replicas": True}
+    other |= {"backend": "foreach"}
+    assert Mechanic(**other).options == other
+    assert other.keys() == Options.__annotations__.keys()
 
 
 # -------------------------------------------------------------------- refusals
@@ -350,13 +375,13 @@ def test_bad_values_are_refused_when_the_callback_is_built() -> None:
 
 def test_mechanic_twice(pl: ModuleType) -> None:
     error = pl.utilities.exceptions.MisconfigurationException
-    with pytest.raises(error, match="more than once: keep one"):
+    with pytest.raises(error, match="more than one Mechanic callback: keep one"):
         trainer(pl, Mechanic(), Mechanic()).fit(module(pl), loader())
 
 
 def test_a_learning_rate_finder(pl: ModuleType) -> None:
     error = pl.utilities.exceptions.MisconfigurationException
-    with pytest.raises(error, match="there is nothing to find"):
+    with pytest.raises(error, match="LearningRateFinder cannot be combined with Mechanic"):
         trainer(pl, Mechanic(), pl.callbacks.LearningRateFinder()).fit(module(pl), loader())
     with pytest.raises(error, match=r"Tuner\.lr_find"):
         pl.tuner.Tuner(trainer(pl, Mechanic())).lr_find(module(pl), loader())
@@ -372,12 +397,23 @@ def test_a_batch_size_finder_is_told_about(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_is_mechanized_already_is_left_as_it_is(pl: ModuleType) -> None:
-    model, callback = module(pl, lambda model: mechanize(adamw(model), s_decay=0.5)), Mechanic()
-    with pytest.warns(UserWarning, match="settings of the Mechanic callback do not reach it") as warned:
+    model, callback = module(pl, lambda model: mechanize(adamw(model), s_decay=0.5)), Mechanic(s_decay=0.1)
+    with pytest.warns(UserWarning, match="the Mechanic callback's settings are ignored") as warned:
         trainer(pl, callback).fit(model, loader())
-    assert sum("do not reach it" in str(w.message) for w in warned) == 1, "said once, not in every step"
+    assert sum("settings are ignored" in str(w.message) for w in warned) == 1, "said once, not in every step"
     assert same(weights(model), plain_loop(s_decay=0.5).weights)
     assert callback.optimizers[0].settings.s_decay == 0.5
+
+
+def test_a_callback_without_settings_logs_what_is_mechanized_already(pl: ModuleType) -> None:
+    """By LightningCLI the optimizer has its own settings, and the callback is there for the logs."""
+    model, callback = module(pl, lambda model: mechanize(adamw(model), s_decay=0.5)), Mechanic()
+    fitted = trainer(pl, callback)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fitted.fit(model, loader())
+    assert not [w for w in warned if "settings are ignored" in str(w.message)]
+    assert fitted.callback_metrics["mechanic/scale"] == callback.optimizers[0].scale > 0
 
 
 def test_an_optimizer_that_cannot_be_mechanized() -> None:
@@ -427,7 +463,7 @@ def test_a_schedule_with_an_absolute_floor_is_told_about_once(schedule: Any, nam
         trainer(pl, Mechanic()).fit(module(pl, optimizers), loader())
     (said,) = [text for text in map(str, (w.message for w in warned)) if "absolute" in text]
     assert said.startswith(f"{named} is")
-    assert f"lr=0.01: the floor is {share} times the peak" in said
+    assert f"lr=0.01, so the floor is {share} times the peak" in said
 
 
 @pytest.mark.parametrize(
@@ -450,7 +486,7 @@ def test_schedules_without_a_floor_are_not_warned_of(schedule: Any) -> None:
 def test_strategies_nobody_tried(pl: ModuleType) -> None:
     single = pl.strategies.SingleDeviceStrategy
     xla = type("SingleDeviceXLAStrategy", (single,), {})
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="never run on XLA"):
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="untested on XLA"):
         trainer(pl, Mechanic(), strategy=xla("cpu")).fit(module(pl), loader())
 
     class Own(pl.strategies.Strategy):  # type: ignore[name-defined, misc]
@@ -463,7 +499,7 @@ def test_strategies_nobody_tried(pl: ModuleType) -> None:
     strategy = Own()
     strategy._root_device = torch.device("cpu")
     strategy.global_rank, strategy.local_rank, strategy.world_size = 0, 0, 1
-    with pytest.warns(UserWarning, match="never tried with Own"):
+    with pytest.warns(UserWarning, match="untested with Own"):
         trainer(pl, Mechanic(), strategy=strategy, max_epochs=1).fit(module(pl), loader())
 
 

@@ -91,12 +91,12 @@ def test_one_of_transformers_own_under_another_name(tmp_path: Path) -> None:
     ("name", "base", "message"),
     [
         ("myopt", Momentum, "must start with 'mechanic_', got 'myopt'"),
-        ("mechanic_adamw", Momentum, "'mechanic_adamw' stands for 'adamw_torch_fused' already"),
+        ("mechanic_adamw", Momentum, "'mechanic_adamw' is already registered for 'adamw_torch_fused'"),
         ("mechanic_x", "no_such", "no_such is not a valid OptimizerNames"),
         ("mechanic_x", "lomo", "steps inside the backward pass"),
         ("mechanic_x", "galore_adamw_layerwise", "steps inside the backward pass"),
         ("mechanic_x", "schedule_free_adamw", "between train"),
-        ("mechanic_x", "mechanic_sgd", "mechanized already"),
+        ("mechanic_x", "mechanic_sgd", "already mechanized"),
     ],
 )
 def test_names_that_cannot_be(name: str, base: Any, message: str) -> None:

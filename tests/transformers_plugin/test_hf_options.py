@@ -69,9 +69,10 @@ def test_every_option_but_the_process_group_can_be_written() -> None:
         ("s_decay", "must look like 'key=value,key=value', got 's_decay'"),
         ("s_decay=", "must look like 'key=value,key=value', got 's_decay='"),
         ("s_decay=much", "s_decay='much', which must be a number"),
+        ("s_init=automatic", "s_init='automatic', which must be a number or auto"),
         ("rule=papr", "rule='papr', which must be one of optimistic, paper, experiments, optax, theory"),
         ("normalize_lr=perhaps", "which must be true or false"),
-        ("mechanic.betas=0.9;0.99", "numbers with colons"),
+        ("mechanic.betas=0.9;0.99", "numbers separated by colons"),
         ("s_deca=0.1", "did you mean 's_decay'"),
         ("base.amsgrat=true", "did you mean 'amsgrad'"),
         (
@@ -178,7 +179,7 @@ FLOORS: list[tuple[str, dict[str, Any], float, str]] = [
         "min_lr=1e-05, .* 0.2 of the .*min_lr_rate",
     ),
     ("cosine_warmup_with_min_lr", {"min_lr": 1e-5}, 5e-5, "min_lr_rate"),
-    ("polynomial", {"lr_end": 1e-5}, 5e-5, "With learning_rate=1.0, lr_end is the share itself"),
+    ("polynomial", {"lr_end": 1e-5}, 5e-5, "With learning_rate=1.0, lr_end is the fraction itself"),
     ("polynomial", {}, 1e-6, "lr_end=1e-07, .* 0.1 of the learned peak"),
 ]
 RELATIVE: list[tuple[str, dict[str, Any], float]] = [

@@ -125,7 +125,7 @@ def test_schedules_that_watch_a_metric_train(tmp_path: Path, name: str) -> None:
         use_cpu=True,
     )
     trainer = Trainer(model=build_model(), args=args, train_dataset=Sequences(), eval_dataset=Sequences(8))
-    with pytest.warns(UserWarning, match="greedy does not go with") if name == "greedy" else nullcontext():
+    with pytest.warns(UserWarning, match="greedy does not work well with") if name == "greedy" else nullcontext():
         trainer.train()
     assert [e for e in trainer.state.log_history if "loss" in e][-1]["mechanic/scale"] > 0
 

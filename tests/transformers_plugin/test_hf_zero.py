@@ -79,5 +79,5 @@ def loop_with_cpu_adam(rank: int, steps: list[list[list[list[int]]]]) -> dict[st
 
 def test_an_optimizer_in_the_config_that_takes_mechanics_place_is_noticed(engines: Engines, tmp_path: Path) -> None:
     block = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
-    with pytest.raises(AssertionError, match='Take the "optimizer" block out of the DeepSpeed config'):
+    with pytest.raises(AssertionError, match='Remove the "optimizer" block from the DeepSpeed config'):
         engines(2)(train, arguments(tmp_path, 2, block=block), "deepspeed")

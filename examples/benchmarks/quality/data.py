@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import lzma
 import os
 from pathlib import Path
@@ -11,39 +12,83 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["images", "sentences", "table", "text"]
+__all__ = ["Split", "images", "regression", "sentences", "table", "text"]
+
+Split = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Inputs and targets to train on, and the same to test on."""
 
 
 @functools.cache
-def table(folder: Path | None, name: str) -> tuple[Tensor, Tensor]:
-    """Rows (standardised) and classes to train on."""
+def table(folder: Path | None, name: str, rows: int | None = None) -> Split:
+    """Rows, standardised, and classes; `rows` trains on the first few only."""
+    if folder is None:
+        from sklearn import datasets
+
+        x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+        known = None
+    else:
+        with np.load(folder / f"tab_{name}.npz") as file:
+            x, y = file["X"], file["y"]
+            known = file.get("is_train")
+    return _split(x, torch.as_tensor(y, dtype=torch.long), known, rows)
+
+
+@functools.cache
+def regression(folder: Path | None, name: str) -> Split:
+    """Rows and targets, both standardised; diamonds of 6 cm are typing errors, and would be all of the test loss."""
     if folder is None:
         from sklearn import datasets
 
         x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
     else:
-        with np.load(folder / f"tab_{name}.npz") as file:
+        with np.load(folder / f"reg_{name}.npz") as file:
             x, y = file["X"], file["y"]
-            if "is_train" in file:
-                x, y = x[file["is_train"]], y[file["is_train"]]
+    target = torch.as_tensor(y, dtype=torch.float32)
+    x_train, y_train, x_test, y_test = _split(x, (target - target.mean()) / target.std(), None, None)
+    return x_train.clamp(-5, 5), y_train, x_test.clamp(-5, 5), y_test
+
+
+def _split(x: np.ndarray, y: Tensor, known: np.ndarray | None, limit: int | None) -> Split:
+    """By the data set's own split, else a random fifth is for testing."""
+    if known is None:
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+        train, test = order[len(x) // 5 :], order[: len(x) // 5]
+    else:
+        marked = torch.as_tensor(known)
+        train, test = marked.nonzero().squeeze(1), (~marked).nonzero().squeeze(1)
+    train = train[:limit]
     rows = torch.as_tensor(x, dtype=torch.float32)
-    rows = (rows - rows.mean(0)) / rows.std(0).clamp(min=1e-6)
-    return rows, torch.as_tensor(y, dtype=torch.long)
+    rows = (rows - rows.mean(0)) / rows.std(0).clamp(min=1e-6)  # of all: a few rows may hold a constant column
+    return rows[train], y[train], rows[test], y[test]
 
 
 @functools.cache
-def images(folder: Path | None, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training pictures (channels, height, width; standardised), their classes, and the same to test on."""
+def images(folder: Path | None, name: str) -> Split:
+    """Pictures (channels, height, width; standardised) and classes."""
     if folder is None:
-        x, y = table(None, "digits")
-        pictures = x.view(-1, 1, 8, 8)
-        return pictures[:1500], y[:1500], pictures[1500:], y[1500:]
+        x, y, x_test, y_test = table(None, "digits")
+        return x.view(-1, 1, 8, 8), y, x_test.view(-1, 1, 8, 8), y_test
     with np.load(folder / f"img_{name}.npz") as file:
-        train, test = (torch.as_tensor(file[f"X_{part}"], dtype=torch.float32) / 255 for part in ("train", "test"))
-        labels = [torch.as_tensor(file[f"y_{part}"], dtype=torch.long) for part in ("train", "test")]
+        if "X_train" in file:
+            pixels, labels = ([file[f"{kind}_{part}"] for part in ("train", "test")] for kind in "Xy")
+        else:
+            pixels, labels = [_sheets(file, "tr"), _sheets(file, "te")], [file["ytr"], file["yte"]]
+    train, test = (torch.as_tensor(x, dtype=torch.float32) / 255 for x in pixels)
     train, test = (x.unsqueeze(1) if x.dim() == 3 else x for x in (train, test))
     mean, std = train.mean((0, 2, 3), keepdim=True), train.std((0, 2, 3), keepdim=True)
-    return (train - mean) / std, labels[0], (test - mean) / std, labels[1]
+    y, y_test = (torch.as_tensor(each, dtype=torch.long) for each in labels)
+    return (train - mean) / std, y, (test - mean) / std, y_test
+
+
+def _sheets(file: np.lib.npyio.NpzFile, part: str) -> np.ndarray:
+    """Pictures kept as WebP files of 1,000 each, in 25 rows of 40."""
+    from PIL import Image
+
+    found = []
+    for key in sorted((k for k in file if k.startswith(part)), key=lambda k: int(k[len(part) :])):
+        sheet = np.asarray(Image.open(io.BytesIO(file[key].tobytes())).convert("RGB"))
+        found.append(sheet.reshape(25, 32, 40, 32, 3).transpose(0, 2, 4, 1, 3).reshape(1000, 3, 32, 32))
+    return np.concatenate(found)
 
 
 @functools.cache

@@ -6,40 +6,58 @@ They come by `pip install mechanic-pytorch prodigyopt dadaptation schedulefree`.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from problems import Problem
-from torch.nn import Parameter
+from task import Problem
+from torch import nn
 from torch.optim import Optimizer
 
 from mechanic_plugins import mechanize
 from mechanic_plugins.lion import Lion
+from mechanic_plugins.muon import MuonWithAdamW
 
 __all__ = ["METHODS", "Method"]
 
-Params = Iterable[Parameter]
+Build = Callable[[Problem, nn.Module, float], Optimizer]
+_CLASSES: dict[str, type[Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "lion": Lion,
+    "muon": MuonWithAdamW,
+}
 
 
-def base_optimizer(problem: Problem, params: Params, lr: float) -> Optimizer:
-    """The base as a user would build it."""
+def _options(problem: Problem, member: nn.Module, lr: float) -> dict[str, Any]:
+    """The base's keywords, as a user would write them."""
+    options = {"lr": lr, "weight_decay": problem.weight_decay, **problem.base_options}
     if problem.base == "sgd":
-        return torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=problem.weight_decay)
-    if problem.base == "lion":
-        return Lion(params, lr=lr, weight_decay=problem.weight_decay)
-    return torch.optim.AdamW(params, lr=lr, weight_decay=problem.weight_decay)
+        options["momentum"] = 0.9
+    if problem.base == "muon":
+        options["adamw_params"] = member.ends()
+    return options
+
+
+def _trained(member: nn.Module) -> list[nn.Parameter]:
+    return [p for p in member.parameters() if p.requires_grad]
+
+
+def base_optimizer(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
+    """The base alone."""
+    return _CLASSES[problem.base](_trained(member), **_options(problem, member, lr))
 
 
 @dataclass(frozen=True)
 class Method:
     """A way to train. `lrs` are those to try, None for the problem's sweep."""
 
-    build: Callable[[Problem, Params, float], Optimizer]
+    build: Build
     lrs: tuple[float, ...] | None = (1.0,)
     package: str = "mechanic_plugins"
-    bases: tuple[str, ...] = ("adamw", "sgd", "lion")
+    bases: tuple[str, ...] = ("adamw", "adam", "sgd", "lion", "muon")
     schedule: bool = True
 
     def is_for(self, problem: Problem) -> bool:
@@ -56,47 +74,46 @@ class Method:
 def mechanic(*lrs: float, **options: Any) -> Method:
     """Mechanic with these options, at these learning rates of the base."""
 
-    def build(problem: Problem, params: Params, lr: float) -> Optimizer:
-        return mechanize(base_optimizer(problem, params, lr), **options)
+    def build(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
+        return mechanize(base_optimizer(problem, member, lr), **options)
 
     return Method(build, lrs or (1.0,))
 
 
-def _mechanic_pytorch(problem: Problem, params: Params, lr: float) -> Optimizer:
+def _mechanic_pytorch(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
     from mechanic_pytorch import mechanize as theirs
 
-    bases = {"adamw": torch.optim.AdamW, "lion": Lion, "sgd": torch.optim.SGD}
-    options: dict[str, Any] = {"momentum": 0.9} if problem.base == "sgd" else {}
-    built: Optimizer = theirs(bases[problem.base])(params, lr=lr, weight_decay=problem.weight_decay, **options)
+    built: Optimizer = theirs(_CLASSES[problem.base])(_trained(member), **_options(problem, member, lr))
     return built
 
 
-def _prodigy(problem: Problem, params: Params, lr: float) -> Optimizer:
+def _prodigy(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
     from prodigyopt import Prodigy
 
-    built: Optimizer = Prodigy(params, lr=lr, weight_decay=problem.weight_decay)
+    built: Optimizer = Prodigy(_trained(member), lr=lr, weight_decay=problem.weight_decay)
     return built
 
 
-def _dadapt(problem: Problem, params: Params, lr: float) -> Optimizer:
+def _dadapt(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
     import dadaptation
 
+    options: dict[str, Any] = {"lr": lr, "weight_decay": problem.weight_decay}
     built: Optimizer
     if problem.base == "sgd":
-        built = dadaptation.DAdaptSGD(params, lr=lr, momentum=0.9, weight_decay=problem.weight_decay)
+        built = dadaptation.DAdaptSGD(_trained(member), momentum=0.9, **options)
     elif problem.base == "lion":
-        built = dadaptation.DAdaptLion(params, lr=lr, weight_decay=problem.weight_decay)
+        built = dadaptation.DAdaptLion(_trained(member), **options)
     else:
-        built = dadaptation.DAdaptAdam(params, lr=lr, weight_decay=problem.weight_decay, decouple=True)
+        built = dadaptation.DAdaptAdam(_trained(member), decouple=problem.base == "adamw", **options)
     return built
 
 
-def _schedule_free(problem: Problem, params: Params, lr: float) -> Optimizer:
+def _schedule_free(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
     import schedulefree
 
-    kind = schedulefree.SGDScheduleFree if problem.base == "sgd" else schedulefree.AdamWScheduleFree
     warmup = int(problem.warmup * problem.steps)
-    built: Optimizer = kind(params, lr=lr, weight_decay=problem.weight_decay, warmup_steps=warmup)
+    options: dict[str, Any] = {"lr": lr, "weight_decay": problem.weight_decay, "warmup_steps": warmup}
+    built: Optimizer = schedulefree.AdamWScheduleFree(_trained(member), **options)
     return built
 
 
@@ -114,9 +131,9 @@ METHODS: dict[str, Method] = {
     "mechanic but own_warmup off": mechanic(own_warmup=False),
     "mechanic but s_decay 0.01": mechanic(s_decay=0.01),
     "mechanic but s_decay 0.1": mechanic(s_decay=0.1),
-    "mechanic_pytorch": Method(_mechanic_pytorch, package="mechanic_pytorch"),
+    "mechanic_pytorch": Method(_mechanic_pytorch, package="mechanic_pytorch", bases=("adamw", "adam", "sgd", "lion")),
     "prodigy": Method(_prodigy, package="prodigyopt", bases=("adamw",)),
-    "d-adaptation": Method(_dadapt, package="dadaptation"),
+    "d-adaptation": Method(_dadapt, package="dadaptation", bases=("adamw", "adam", "sgd", "lion")),
     "schedule-free, lr 0.0025": Method(
         _schedule_free, (0.0025,), package="schedulefree", bases=("adamw",), schedule=False
     ),

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "MLP", "LinearModels", "ResNet"]
-
-
-class LinearModels(nn.Module):
-    """Logistic regressions that share nothing but the launches: one for each seed and learning rate."""
-
-    def __init__(self, members: int, *, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(nn.Linear(inputs, outputs) for _ in range(members))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(members, rows, inputs) to (members, rows, outputs)."""
-        weights = torch.stack([model.weight for model in self.models])
-        biases = torch.stack([model.bias for model in self.models])
-        return torch.baddbmm(biases[:, None], x, weights.mT)
+__all__ = ["GPT", "MLP", "LastByte", "MLPs", "ResNet", "UNet", "ViT", "add_lora"]
 
 
 class MLP(nn.Sequential):
-    """One hidden layer."""
+    """Hidden layers of these widths; without any, a logistic regression."""
 
-    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
-        super().__init__(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+    def __init__(self, inputs: int, hidden: Sequence[int], outputs: int) -> None:
+        layers: list[nn.Module] = []
+        for width in hidden:
+            layers += [nn.Linear(inputs, width), nn.ReLU()]
+            inputs = width
+        super().__init__(*layers, nn.Linear(inputs, outputs))
+
+
+class MLPs(nn.Module):
+    """Networks that share nothing but the launches: one for each seed."""
+
+    def __init__(self, seeds: Sequence[int], inputs: int, hidden: Sequence[int], outputs: int) -> None:
+        super().__init__()
+        self.members = nn.ModuleList()
+        for seed in seeds:
+            torch.manual_seed(seed)
+            self.members.append(MLP(inputs, hidden, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(members, rows, inputs) to (members, rows, outputs)."""
+        for layers in zip(*self.members, strict=True):
+            if isinstance(layers[0], nn.Linear):
+                weights = torch.stack([layer.weight for layer in layers])
+                biases = torch.stack([layer.bias for layer in layers])
+                x = torch.baddbmm(biases[:, None], x, weights.mT)
+            else:
+                x = layers[0](x)
+        return x
 
 
 class _Residual(nn.Module):
@@ -70,9 +83,9 @@ class ResNet(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -80,18 +93,21 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(seen.transpose(1, 2).reshape(b, t, d))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
     """A language model of bytes."""
 
-    def __init__(self, *, width: int, layers: int, length: int) -> None:
+    def __init__(self, *, width: int, layers: int, length: int, tied: bool = False) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(_Block(width, max(1, width // 32)) for _ in range(layers))
+        self.blocks = nn.ModuleList(_Block(width, max(1, width // 32), causal=True) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
         for p in self.parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
@@ -101,3 +117,85 @@ class GPT(nn.Module):
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))
+
+    def ends(self) -> list[nn.Parameter]:
+        """The embeddings and the output layer, which Muon is not meant for."""
+        return [self.tokens.weight, self.places.weight, self.head.weight]
+
+
+class LastByte(GPT):
+    """What follows a text."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, -1]
+
+
+class ViT(nn.Module):
+    """A small vision transformer: layer norm, learned places, the mean over the patches."""
+
+    def __init__(self, channels: int, pixels: int, classes: int, *, width: int, layers: int, patch: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.places = nn.Parameter(0.02 * torch.randn((pixels // patch) ** 2, width))
+        self.blocks = nn.ModuleList(_Block(width, max(1, width // 64), causal=False) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.patches(x).flatten(2).mT + self.places
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h).mean(1))
+
+
+# ------------------------------------------------------------------------------------------------ diffusion
+
+
+def _convolutions(inputs: int, outputs: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size in (inputs, outputs):
+        layers += [nn.Conv2d(size, outputs, 3, 1, 1), nn.GroupNorm(8, outputs), nn.SiLU()]
+    return nn.Sequential(*layers)
+
+
+class UNet(nn.Module):
+    """The noise in a picture, given how much of it there is; height and width must be divisible by four."""
+
+    def __init__(self, channels: int, *, width: int) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(64, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
+        self.down1, self.down2 = _convolutions(channels, width), _convolutions(width, 2 * width)
+        self.middle = _convolutions(2 * width, 4 * width)
+        self.up2, self.up1 = _convolutions(6 * width, 2 * width), _convolutions(3 * width, width)
+        self.out = nn.Conv2d(width, channels, 1)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        waves = time[:, None] * torch.exp(torch.linspace(0, 6, 32, device=x.device))
+        when = self.time(torch.cat([waves.sin(), waves.cos()], 1))
+        fine = self.down1(x)
+        coarse = self.down2(F.avg_pool2d(fine, 2))
+        middle = self.middle(F.avg_pool2d(coarse, 2)) + when[:, :, None, None]
+        h = self.up2(torch.cat([F.interpolate(middle, scale_factor=2.0), coarse], 1))
+        return self.out(self.up1(torch.cat([F.interpolate(h, scale_factor=2.0), fine], 1)))
+
+
+# ------------------------------------------------------------------------------------------------ LoRA
+
+
+class _LoRA(nn.Module):
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.a = nn.Parameter(torch.randn(rank, frozen.in_features) / math.sqrt(frozen.in_features))
+        self.b = nn.Parameter(torch.zeros(frozen.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + 2 * (x @ self.a.T @ self.b.T)
+
+
+def add_lora(model: nn.Module, rank: int = 8) -> None:
+    """Freezes all weights and puts low-rank updates beside those of every linear layer (alpha is twice the rank)."""
+    model.requires_grad_(False)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, _LoRA(child, rank))

@@ -1,0 +1,191 @@
+"""Timing steps, and counting their memory and launches."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mechanic_plugins.bench.costs import bytes_of
+from mechanic_plugins.bench.optimizers import Factory, bases, rivals
+
+__all__ = ["Result", "copy_speed", "measure"]
+
+ALONE = "base alone"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The cost of one optimizer on one list of tensors. Bytes are per parameter."""
+
+    name: str
+    params: int
+    tensors: int
+    seconds: float
+    ratio: float
+    state_bytes: float
+    transient_bytes: float | None
+    launches: int | None
+    moved_bytes: int | None
+    """The fewest bytes per parameter that a step can move; None where they cannot be counted."""
+    of_limit: float | None
+    """Time to copy `moved_bytes`, divided by the time of the step."""
+
+
+def copy_speed(device: torch.device) -> float:
+    """Bytes read and written per second by a copy within device memory."""
+    size = 2**31 if device.type == "cuda" else 2**28
+    source, target = torch.ones(2, size, dtype=torch.uint8, device=device).unbind()
+    times = []
+    for _ in range(12):
+        _wait(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return 2 * size / statistics.median(times[2:])
+
+
+def measure(
+    shapes: Sequence[tuple[int, ...]],
+    base: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    repeats: int = 25,
+    queued: int | None = None,
+) -> Iterator[Result]:
+    """The cost of the base and of each rival. Base and rival are timed alternately, under the same load.
+
+    Args:
+        shapes: The parameters' shapes.
+        base: A key of `bases`.
+        device: The parameters' device.
+        dtype: The parameters' dtype.
+        repeats: Number of timings; the median is reported.
+        queued: Steps queued between synchronisations. 10 on a GPU, as in training, where the host runs ahead; 1 adds
+            the host's share of every step, which a backward pass hides.
+    """
+    queued = queued or (10 if device.type == "cuda" else 1)
+    plain, speed = {ALONE: bases(device)[base]}, copy_speed(device)
+    for others in ({}, *({name: factory} for name, factory in rivals(base, device).items())):
+        *_, result = _compare(shapes, {**plain, **others}, device=device, dtype=dtype, repeats=repeats, queued=queued)
+        yield _against_limit(result, base, speed, itemsize=dtype.itemsize)
+
+
+def _against_limit(result: Result, base: str, speed: float, *, itemsize: int) -> Result:
+    path = "alone" if result.name == ALONE and base != "lion" else result.name.removeprefix("mechanic, ")
+    moved = bytes_of(base, path, itemsize=itemsize)
+    if moved is None:
+        return result
+    return replace(result, moved_bytes=moved, of_limit=moved * result.params / speed / result.seconds)
+
+
+def _compare(
+    shapes: Sequence[tuple[int, ...]],
+    factories: dict[str, Factory],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int,
+    queued: int,
+) -> Iterator[Result]:
+    runs = {name: _Run(shapes, factory, device, dtype) for name, factory in factories.items()}
+    for run in runs.values():
+        run.warm_up()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            times[name].append(run.timed(queued))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    for name, run in runs.items():
+        ratio = statistics.median(a / b for a, b in zip(times[name], times[ALONE], strict=True))
+        yield Result(
+            name=name,
+            params=run.count,
+            tensors=len(shapes),
+            seconds=medians[name],
+            ratio=ratio,
+            state_bytes=run.state_bytes() / run.count,
+            transient_bytes=run.transient_bytes(),
+            launches=run.launches(),
+            moved_bytes=None,
+            of_limit=None,
+        )
+
+
+class _Run:
+    """Parameters with gradients, and their optimizer."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], factory: Factory, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        self.device = device
+        self.params = [
+            nn.Parameter(0.02 * torch.randn(shape, device=device, generator=generator).to(dtype)) for shape in shapes
+        ]
+        for p in self.params:
+            p.grad = 1e-3 * torch.randn(p.shape, device=device, generator=generator).to(dtype)
+        self.optimizer: Optimizer = factory(self.params)
+        self.count = sum(p.numel() for p in self.params)
+
+    def warm_up(self) -> None:
+        for _ in range(3):
+            self.optimizer.step()
+        self._wait()
+
+    def timed(self, queued: int) -> float:
+        """Seconds per step, over several steps between synchronisations."""
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(queued):
+            self.optimizer.step()
+        self._wait()
+        return (time.perf_counter() - start) / queued
+
+    def state_bytes(self) -> int:
+        tensors = (t for state in self.optimizer.state.values() for t in _tensors(state))
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def transient_bytes(self) -> float | None:
+        """Peak memory of a step beyond what it keeps, in bytes per parameter; only CUDA counts it."""
+        if self.device.type != "cuda":
+            return None
+        self._wait()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.optimizer.step()
+        self._wait()
+        return (torch.cuda.max_memory_allocated(self.device) - before) / self.count
+
+    def launches(self) -> int | None:
+        """Kernels and copies launched per step."""
+        if self.device.type != "cuda":
+            return None
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.optimizer.step()
+            self._wait()
+        return sum(int(event.count) for event in profile.key_averages() if event.device_type.name != "CPU")
+
+    def _wait(self) -> None:
+        _wait(self.device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)

@@ -1,0 +1,238 @@
+"""Connects a mechanized optimizer to the optimizer that DeepSpeed built around its base.
+
+ZeRO gives each rank a shard of the weights and steps the base once per param group (stages 1 and 2) or per sub-group
+(stage 3). The scale needs inner products over all weights of all ranks before any of them moves. So the first
+`unscale_and_clip_grads` of a step, where an overflow is ruled out and no weight has moved yet, sums over all shards,
+reduces once and decides the step. The base steps that follow only apply it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups
+from torch import Tensor
+
+from mechanic_plugins.core.param_state import DELTA, ParamState
+from mechanic_plugins.core.tuner_state import with_scaled_gradients
+from mechanic_plugins.deepspeed.universal import mend_universal_load, mend_universal_load_of_stage3
+from mechanic_plugins.distributed.reduction import AllReduce
+from mechanic_plugins.distributed.sharding import Counting, reduction_for
+from mechanic_plugins.optimizer import MechanicOptimizer
+
+__all__ = ["connect"]
+
+
+def connect(engine: Any, mechanic: MechanicOptimizer) -> None:
+    """Lets the optimizer sum over the shards of all ranks.
+
+    Raises:
+        ValueError: DeepSpeed built an optimizer of an unknown type.
+    """
+    holder = engine.optimizer
+    if type(holder) is DeepSpeedZeroOptimizer:
+        _Conductor(mechanic, holder, _Stages1And2(holder)).take_over()
+        mend_universal_load(holder, mechanic)
+    elif type(holder) is DeepSpeedZeroOptimizer_Stage3:
+        _Conductor(mechanic, holder, _Stage3(holder)).take_over()
+        mend_universal_load_of_stage3(holder, mechanic)
+    elif type(holder) is BF16_Optimizer:
+        mechanic.count = functools.partial(_count_shards, holder.dp_process_group)
+        mend_universal_load(holder, mechanic)
+    elif holder is mechanic or isinstance(holder, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        mechanic.count = _count_replicas(engine, mechanic)
+    else:
+        raise ValueError(
+            f"Mechanic does not support {type(holder).__module__}.{type(holder).__name__}, which DeepSpeed built "
+            "around the optimizer: use ZeRO stage 0 to 3 without its variants."
+        )
+
+
+# -------------------------------------------------------------------- without ZeRO: how parameters are counted
+
+
+def _count_shards(group: Any, params: Sequence[Tensor]) -> Counting:
+    """Every rank of the group holds a different shard."""
+    return Counting(AllReduce(group), {id(p): 1.0 for p in params})
+
+
+def _count_replicas(engine: Any, mechanic: MechanicOptimizer) -> Callable[[Sequence[Tensor]], Counting]:
+    if not engine.has_moe_layers:
+        return lambda params: reduction_for(params, sync_replicas=mechanic.sync_replicas)
+    if isinstance(engine.optimizer, FP16_Optimizer):
+        raise ValueError(
+            "Mechanic does not support experts with FusedAdam at ZeRO stage 0: DeepSpeed flattens them into one tensor "
+            "with the other weights. Use torch.optim.AdamW, or ZeRO stage 1 or 2."
+        )
+    return functools.partial(_count_experts, engine)
+
+
+def _count_experts(engine: Any, params: Sequence[Tensor]) -> Counting:
+    """Each expert lives on some of the ranks, every other parameter on all of them."""
+    holder = engine.optimizer
+    pairs = zip(getattr(holder, "fp32_groups", ()), getattr(holder, "fp16_groups", ()), strict=True)
+    models_own = {id(hp): lp for hps, lps in pairs for hp, lp in zip(hps, lps, strict=True)}
+    group = engine.seq_data_parallel_group
+    everywhere = dist.get_world_size(group)
+    copies = {}
+    for p in params:
+        own = models_own.get(id(p), p)
+        copies[id(p)] = groups._get_expert_data_parallel_world_size(own.group_name) if is_moe_param(own) else everywhere
+    return Counting(AllReduce(group), {key: 1 / n for key, n in copies.items()})
+
+
+# -------------------------------------------------------------------- ZeRO: where the shards are
+
+
+class _Layout(Protocol):
+    """Where one of DeepSpeed's ZeRO optimizers keeps this rank's shards."""
+
+    def shards(self) -> Sequence[Tensor]:
+        """The flat float32 weights."""
+
+    def group_of(self, index: int) -> int:
+        """The param group of a shard."""
+
+    def gradients(self, index: int) -> Sequence[Tensor]:
+        """A shard's gradients, in order, before unscaling and clipping."""
+
+    def unscale(self, probe: Tensor, total_norm: Any) -> None:
+        """Multiplies the probe by the factor that DeepSpeed applies to every gradient of this step."""
+
+    def prepared(self) -> ExitStack:
+        """Within, all shards are in the param groups, and their padding is zero."""
+
+
+class _Stages1And2:
+    def __init__(self, zero: Any) -> None:
+        self.zero = zero
+
+    def shards(self) -> Sequence[Tensor]:
+        return list(self.zero.single_partition_of_fp32_groups)
+
+    def group_of(self, index: int) -> int:
+        return index
+
+    def gradients(self, index: int) -> Sequence[Tensor]:
+        grad = self.zero.single_partition_of_fp32_groups[index].grad
+        if grad is None:
+            grad = getattr(self.zero, "_get_preflattened_grad_partition", lambda _: None)(index)
+        return [grad] if grad is not None else list(self.zero.averaged_gradients[index])
+
+    def unscale(self, probe: Tensor, total_norm: Any) -> None:
+        type(self.zero).unscale_and_clip_grads(self.zero, [probe], total_norm)
+
+    def prepared(self) -> ExitStack:
+        return ExitStack()
+
+
+class _Stage3:
+    def __init__(self, zero: Any) -> None:
+        self.zero = zero
+
+    def shards(self) -> Sequence[Tensor]:
+        return list(self.zero.fp32_partitioned_groups_flat)
+
+    def group_of(self, index: int) -> int:
+        group: int = self.zero.sub_group_to_group_id[index]
+        return group
+
+    def gradients(self, index: int) -> Sequence[Tensor]:
+        grad = self.zero.fp32_partitioned_groups_flat[index].grad
+        return [grad] if grad is not None else list(self.zero.averaged_gradients[index])
+
+    def unscale(self, probe: Tensor, total_norm: Any) -> None:
+        twin = copy.copy(self.zero)  # this stage reads the gradient from its shard: give it one that holds the probe
+        twin.fp32_partitioned_groups_flat = [SimpleNamespace(grad=probe)]
+        type(self.zero).unscale_and_clip_grads(twin, 0, total_norm)
+
+    def prepared(self) -> ExitStack:
+        self._clear_padding()
+        stack = ExitStack()
+        self.zero._set_fp32_optimizer_param_groups()
+        stack.callback(self.zero._clear_fp32_optimizer_param_groups)
+        return stack
+
+    def _clear_padding(self) -> None:
+        """Parameters are padded to a multiple of the ranks with uninitialised memory, which would enter the norms."""
+        for shard, params in zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True):
+            start = 0
+            for p in params:
+                size = p.partition_numel()
+                used = min(max(p.ds_numel - dist.get_rank(p.ds_process_group) * size, 0), size)
+                shard.data[start + used : start + size] = 0
+                start += size
+
+
+# -------------------------------------------------------------------- ZeRO: one decision per step
+
+
+class _Conductor:
+    """Decides each step once, before the first shard moves; the base steps that follow move one shard each."""
+
+    def __init__(self, mechanic: MechanicOptimizer, zero: Any, layout: _Layout) -> None:
+        self.mechanic = mechanic
+        self.zero = zero
+        self.layout = layout
+        self.reduction = AllReduce(zero.dp_process_group)
+        self._zero_step, self._zero_unscale = zero.step, zero.unscale_and_clip_grads
+        self._is_decided = False
+
+    def take_over(self) -> None:
+        self.zero.step, self.zero.unscale_and_clip_grads = self.step, self.unscale_and_clip_grads
+        self.mechanic.count = self._refuse_to_count
+
+    def step(self, closure: Any = None) -> Any:
+        """DeepSpeed's step. On overflow it returns before unscaling, so Mechanic never sees that step."""
+        self._is_decided = False
+        with ExitStack() as stack:
+            self._stack = stack
+            return self._zero_step(closure)
+
+    def unscale_and_clip_grads(self, which: Any, total_norm: Any) -> None:
+        """Called once per shard. At the first call all gradients are complete and no weight has moved."""
+        if not self._is_decided:
+            self._is_decided = True
+            self._stack.enter_context(self.mechanic.applying(self._decision(total_norm)))
+        self._zero_unscale(which, total_norm)
+
+    @torch.no_grad()
+    def _decision(self, total_norm: Any) -> Any:
+        with self.layout.prepared():
+            sums = self.mechanic.local_sums(list(self._param_states()))
+            return self.mechanic.decide(self.reduction.start(self._unscaled(sums, total_norm))())
+
+    def _param_states(self) -> Iterator[tuple[dict[str, Any], ParamState]]:
+        for index, shard in enumerate(self.layout.shards()):
+            group = self.mechanic.param_groups[self.layout.group_of(index)]
+            delta = self.mechanic.state.get(shard, {}).get(DELTA)
+            start = 0
+            for grad in self.layout.gradients(index):
+                here = slice(start, start + grad.numel())
+                x = shard.detach()[here]
+                yield group, ParamState(x, grad.view(-1), None if delta is None else delta[here], None)
+                start += grad.numel()
+
+    def _unscaled(self, sums: Tensor, total_norm: Any) -> Tensor:
+        """The sums for unscaled and clipped gradients."""
+        factor = torch.ones(1, device=self.layout.shards()[0].device)
+        self.layout.unscale(factor, total_norm)
+        return with_scaled_gradients(sums, factor.to(sums)[0])
+
+    def _refuse_to_count(self, params: Sequence[Tensor]) -> NoReturn:
+        raise RuntimeError(
+            "this optimizer holds only this rank's shards of the weights: call engine.step(), not optimizer.step()."
+        )

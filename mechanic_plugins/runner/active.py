@@ -1,0 +1,72 @@
+"""Puts a plan to work in this process, and tells the processes it starts."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mechanic_plugins import hook
+from mechanic_plugins.runner.events import Events
+from mechanic_plugins.runner.plan import VARIABLE, Plan
+from mechanic_plugins.runner.replace import wait_for
+from mechanic_plugins.runner.watch import Watch
+
+__all__ = ["activate", "told_to_children"]
+
+_SITE = str(Path(__file__).parent / "site")
+
+
+def activate(plan: Plan) -> Watch:
+    """Waits for the imports. Nothing heavy is loaded before the program does."""
+    events = Events(plan.events)
+    watch = Watch(plan, events)
+    hook.install()
+    hook.after_import("torch.optim.optimizer", watch.install)
+    for each in plan.replace:
+        wait_for(each, plan, events)
+    if plan.replace:
+        for package in ("lightning.pytorch", "pytorch_lightning"):
+            # the last module that importing the package loads: the package itself must be complete
+            hook.after_import(package, _log_in_lightning)
+    atexit.register(watch.finish)
+    return watch
+
+
+def _log_in_lightning(package: ModuleType) -> None:
+    """Every Trainer asks one function for the callbacks of other packages."""
+    connector: Any = import_module(f"{package.__name__}.trainer.connectors.callback_connector")
+    original = connector._load_external_callbacks
+
+    @functools.wraps(original)
+    def _load_external_callbacks(group: str) -> list[Any]:
+        from mechanic_plugins.runner.lightning_logs import LogLearnedLr
+
+        return [*original(group), LogLearnedLr()]
+
+    connector._load_external_callbacks = _load_external_callbacks
+
+
+@contextlib.contextmanager
+def told_to_children(plan: Plan) -> Iterator[tuple[Plan, Events]]:
+    """Within, python processes that are started get the plan. The environment is put back, the file removed."""
+    events = Events.new()
+    plan = replace(plan, events=events.path)
+    before = {name: os.environ.get(name) for name in (VARIABLE, "PYTHONPATH")}
+    os.environ[VARIABLE] = plan.to_text()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SITE, before["PYTHONPATH"])))
+    try:
+        yield plan, events
+    finally:
+        events.remove()
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,217 @@
+"""`--replace torch.optim.AdamW`: calling that class returns a mechanized optimizer.
+
+The class itself stays where it is, so `from torch.optim import AdamW`, `torch.optim.adamw.AdamW` and
+`getattr(torch.optim, name)` need no care; only its `__new__` is new. What it returns is an instance of a class made
+here: a subclass of `MechanicOptimizer` and of the class that was called, under the latter's name, so that `isinstance`
+and `type(optimizer).__name__` say what the program expects.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import sys
+from types import FrameType, ModuleType
+from typing import Any
+
+from mechanic_plugins.hook import after_import
+from mechanic_plugins.runner.console import is_first_rank, say, stop
+from mechanic_plugins.runner.events import Events
+from mechanic_plugins.runner.plan import Plan, Replacement
+from mechanic_plugins.runner.watch import is_mechanic
+
+__all__ = ["wait_for"]
+
+
+def wait_for(replacement: Replacement, plan: Plan, events: Events) -> None:
+    """Replaces the class when its module has been imported."""
+
+    def act(module: ModuleType) -> None:
+        old = _looked_up(replacement.old, module, plan)
+        if old is not None:
+            _Replaced(old, replacement, plan, events).install()
+
+    after_import(replacement.module, act)
+
+
+def _looked_up(name: str, module: ModuleType, plan: Plan) -> Any:
+    """The class, or None for one of the defaults that this torch has not got."""
+    last = name.rpartition(".")[2]
+    found = getattr(module, last, None)
+    if found is None and plan.is_default:
+        return None
+    if found is None:
+        similar = difflib.get_close_matches(last, dir(module), n=1)
+        hint = f": did you mean {module.__name__}.{similar[0]}?" if similar else "."
+        stop(f"--replace {name}: {module.__name__} has no {last}{hint}")
+    if not isinstance(found, type) or not any(c.__module__ == "torch.optim.optimizer" for c in found.__mro__):
+        stop(f"--replace {name} is no class of optimizers, a subclass of torch.optim.Optimizer, but {found!r}.")
+    if is_mechanic(found) or found.__module__ == "torch.optim.optimizer":
+        stop(f"--replace {name}: name the plain class that the program builds, such as torch.optim.AdamW.")
+    return found
+
+
+class _Replaced:
+    """One class that the program is to get mechanized."""
+
+    def __init__(self, old: Any, replacement: Replacement, plan: Plan, events: Events) -> None:
+        self.old = old
+        self._name = replacement.old
+        self._base = replacement.new or _default_base(old)
+        self._plan = plan
+        self._events = events
+        self._plain_new = old.__new__
+
+    def install(self) -> None:
+        @functools.wraps(self.old.__init__)
+        def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807  a method, made here
+            caller = sys._getframe(1)
+            if (args or kwargs) and self._is_meant(cls) and not _is_ours(caller):
+                return self._mechanized(cls, caller, args, kwargs)
+            return self._plain(cls, args, kwargs)
+
+        self.old.__new__ = staticmethod(__new__)
+
+    def _is_meant(self, cls: Any) -> bool:
+        """A program's subclasses are; another class of the same package is not, as torch's AdamW, which is an Adam."""
+        package = self.old.__module__.partition(".")[0]
+        own = (parent for parent in cls.__mro__ if parent.__module__.partition(".")[0] == package)
+        return next(own) is self.old and not is_mechanic(cls)
+
+    def _plain(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._plain_new is object.__new__:
+            return object.__new__(cls)
+        return self._plain_new(cls, *args, **kwargs)
+
+    def _mechanized(self, cls: Any, caller: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _refuse_owner(cls, caller)
+        where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        if self._base:
+            base, left_out = _built_as(_imported(self._base), cls, args, kwargs)
+        else:
+            base, left_out = self._plain(cls, args, kwargs), ""
+            base.__init__(*args, **kwargs)
+        try:
+            optimizer = _wrapped(base, class_for(cls, bool(self._base)), self._plan.options)
+        except ValueError as error:
+            raise ValueError(f"{error} By the runner: --replace {self._name}=torch.optim.AdamW") from error
+        self._tell(cls, base, where, left_out)
+        return optimizer
+
+    def _tell(self, cls: Any, base: Any, where: str, left_out: str) -> None:
+        self._events.note("replaced", self._name)
+        file = where.rpartition(":")[0]
+        if not self._events.note("told", f"{cls.__qualname__} {file}") or not is_first_rank():
+            return
+        around = "" if type(base) is cls else f", around {type(base).__module__}.{type(base).__qualname__}"
+        say(f"{cls.__module__}.{cls.__qualname__} built at {where} is mechanized{around}.")
+        if left_out:
+            say(f"warning: {left_out} has no meaning for {type(base).__name__} with Mechanic and was left out.")
+
+
+# -------------------------------------------------------------------- whose call it is
+
+
+def _is_ours(caller: FrameType) -> bool:
+    """Whether this package builds a base, or a person has already mechanized the class by hand."""
+    return str(caller.f_globals.get("__name__")).startswith("mechanic_plugins.")
+
+
+def _refuse_owner(cls: Any, caller: FrameType) -> None:
+    """Torch's ZeroRedundancyOptimizer gives each rank, and its optimizer-in-backward each parameter, one of its own."""
+    module = str(caller.f_globals.get("__name__"))
+    if module.startswith("torch.distributed.optim."):
+        raise ValueError(
+            f"{cls.__name__} cannot be mechanized inside {module}: each would learn a scale of its own from a part of "
+            "the gradient. Shard with fully_shard (FSDP2) instead, or do not --replace it."
+        )
+
+
+# -------------------------------------------------------------------- another base
+
+
+def _default_base(old: Any) -> str:
+    """Prodigy learns the scale of AdamW's steps itself: with Mechanic in its place, AdamW is what is left of it."""
+    return "torch.optim.AdamW" if "prodigy" in old.__name__.lower() else ""
+
+
+def _imported(name: str) -> Any:
+    module, _, last = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), last)
+    except (ImportError, AttributeError) as error:
+        stop(f"--replace ...={name}: there is no such class ({error}).")
+
+
+def _built_as(new: Any, old: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
+    """A base of another class from the old one's arguments and defaults, and which arguments it has no use for."""
+    signature = inspect.signature(old.__init__)
+    bound = signature.bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    given = dict(list(bound.arguments.items())[1:])
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given.update(given.pop(name))
+    known = inspect.signature(new.__init__).parameters
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    left_out = [f"{k}={v!r}" for k, v in given.items() if k not in known and v is not defaults.get(k) != v]
+    return new(**{key: value for key, value in given.items() if key in known}), ", ".join(left_out)
+
+
+# -------------------------------------------------------------------- the class that the program gets
+
+
+def _wrapped(base: Any, kind: Any, options: str) -> Any:
+    from mechanic_plugins.api import mechanize
+    from mechanic_plugins.hf.optim_args import split_optim_args
+
+    try:
+        mechanized: Any = mechanize(type(base), **split_optim_args(options)[0])
+    except ValueError as error:
+        stop(str(error).replace("optim_args", "--options"))
+    optimizer = object.__new__(kind)
+    super(kind, optimizer).__init__(
+        base,
+        mechanized.settings,
+        group=mechanized.group,
+        sync_replicas=mechanized.sync_replicas,
+        backend=mechanized.backend,
+    )
+    return optimizer
+
+
+@functools.cache
+def class_for(old: Any, has_other_base: bool) -> Any:
+    """A mechanized class that passes for the old one. Pickles name this function."""
+    from mechanic_plugins.optimizer import MechanicOptimizer
+
+    entries: dict[str, Any] = {} if has_other_base else dict(_delegated(old, MechanicOptimizer))
+    entries.update(
+        __module__=old.__module__,
+        __qualname__=old.__qualname__,
+        __doc__=old.__doc__,
+        __init__=_was_built,
+        __reduce_ex__=lambda self, protocol: (_blank, (old, has_other_base), self.__getstate__()),
+    )
+    return type(old.__name__, (MechanicOptimizer, old), entries)
+
+
+def _was_built(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Python calls `__init__` on what `__new__` returns. `__new__` has done that already."""
+
+
+def _blank(old: Any, has_other_base: bool) -> Any:
+    return object.__new__(class_for(old, has_other_base))
+
+
+def _delegated(old: Any, ours: type) -> list[tuple[str, property]]:
+    """The old class's own methods act on the base: its state is there."""
+    above = old.__mro__[: next(i for i, c in enumerate(old.__mro__) if c.__module__ == "torch.optim.optimizer")]
+    names = {name for parent in above for name in vars(parent) if not name.startswith("__") and not hasattr(ours, name)}
+    return [(name, _of_the_base(name)) for name in sorted(names)]
+
+
+def _of_the_base(name: str) -> property:
+    return property(lambda self: getattr(self.base, name), lambda self, value: setattr(self.base, name, value))

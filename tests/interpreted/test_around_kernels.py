@@ -1,0 +1,217 @@
+"""What the kernels must notice between steps, and what they must leave alone."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import BASES, EPS
+from torch import nn
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.core.param_state import DELTA
+
+
+class Replaces(torch.optim.SGD):
+    """Puts new tensors in its parameters' place, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
+@pytest.mark.parametrize("backend", ["foreach", "triton"])
+def test_a_base_may_put_new_tensors_in_its_parameters_place(backend: Any) -> None:
+    ends = []
+    for kind in (torch.optim.SGD, Replaces):
+        p = nn.Parameter(torch.arange(16.0))
+        optimizer = mechanize(kind([p], lr=1.0), s_init=1e-3, backend=backend)
+        for _ in range(10):
+            p.grad = p.detach() - 3
+            optimizer.step()
+        ends.append(p.detach().clone())
+    assert optimizer.scale.item() > 0
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+
+
+class Breaks(torch.optim.SGD):
+    failing = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if self.failing:
+            raise RuntimeError("out of memory")
+
+
+def test_an_error_inside_the_base_brings_the_weights_back() -> None:
+    params = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(8, 4))]
+    base = Breaks(params, lr=0.1)
+    optimizer = mechanize(base, s_init=1e-3, backend="triton")
+    for _ in range(4):
+        for p in params:
+            p.grad = p.detach() - 1
+        optimizer.step()
+    before = copy.deepcopy((params, [optimizer.state[p][DELTA] for p in params], optimizer.tuner))
+    base.failing = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    after = params, [optimizer.state[p][DELTA] for p in params], optimizer.tuner
+    for a, b in zip(before, after, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) -> None:
+    """New gradients at other addresses, other dtypes, state that was loaded, a parameter that joins: as by torch's."""
+    ends = []
+    for way in ("foreach", backend):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(5))]
+        optimizer = mechanize(BASES["adamw"](params), s_init=1e-3, backend=way)
+        saved: Any = None
+        for step in range(16):
+            for p in params[: 2 + (step > 9)]:
+                p.grad = (p.detach() - 1).clone()
+            if step == 5:
+                saved = copy.deepcopy(optimizer.state_dict())
+            if step == 7:
+                optimizer.load_state_dict(saved)
+            if step == 12:
+                params[0].data = params[0].data.to(torch.bfloat16).float()
+            optimizer.step()
+        ends.append([p.detach() for p in params])
+    for x, y in zip(*ends, strict=True):
+        assert ((x - y).abs() <= 300 * EPS[torch.float32] * (1 + x.abs())).all()
+
+
+def test_no_gradient_is_kept_alive() -> None:
+    """Memory that the next forward pass would lack."""
+    for backend in ("foreach", "triton", "fused"):
+        p = nn.Parameter(torch.randn(16))
+        optimizer = mechanize(torch.optim.AdamW([p]), backend=backend)
+        for _ in range(3):
+            p.grad = torch.ones(16)
+            held = weakref.ref(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert held() is None
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_a_step_that_is_not_finite_touches_nothing(backend: str) -> None:
+    params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
+    optimizer = mechanize(torch.optim.AdamW(params, lr=1e-2), s_init=1e-3, backend=backend)
+    for step in range(4):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        if step == 3:
+            before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+            params[1].grad[2] = float("nan")  # type: ignore[index]
+            with pytest.warns(UserWarning, match="not finite"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    after = optimizer.state_dict()["state"]
+    for p, q in zip(before[0], params, strict=True):
+        assert torch.equal(p, q)
+    for key, entries in before[1].items():
+        for name, value in entries.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[key][name])), name
+    assert optimizer.metrics()["mechanic/skipped_steps"] == 1
+
+
+def test_forced_fused_says_why_it_cannot() -> None:
+    optimizer = mechanize(torch.optim.RMSprop([p := nn.Parameter(torch.ones(3))]), backend="fused")
+    p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="backend='fused' cannot step RMSprop"):
+        optimizer.step()
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    """A kernel would write past the end of the moments."""
+    p = nn.Parameter(torch.ones(6))
+    optimizer = mechanize(torch.optim.AdamW([p]), backend="fused")
+    for size in (6, 6, 9):
+        p.data = torch.ones(size)
+        p.grad = torch.ones(size)
+        if size == 6:
+            optimizer.step()
+    with pytest.raises(ValueError, match="belongs to another parameter"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("backend", "base", "how"),
+    [
+        ("fused", "adamw", "in place"),
+        ("fused", "lion", "checkpoint"),
+        ("triton", "adamw", "checkpoint"),
+        ("triton", "lion", "in place"),
+    ],
+)
+def test_weights_may_change_their_memory_format(backend: Any, base: str, how: str) -> None:
+    """The kernels walked delta and moments in their old order beside weights in the new one."""
+    ends = []
+    for way in ("foreach", backend):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(4, 3, 2, 2))
+        target = torch.randn(4, 3, 2, 2)
+        optimizer = mechanize(BASES[base]([p]), s_init=1e-3, backend=way)
+        for memory_format in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+            moved = p.detach().clone(memory_format=memory_format)
+            if how == "in place":
+                p.data = moved
+            else:
+                saved = copy.deepcopy(optimizer.state_dict())
+                p = nn.Parameter(moved)
+                optimizer = mechanize(BASES[base]([p]), s_init=1e-3, backend=way)
+                optimizer.load_state_dict(saved)
+            for step in range(4):
+                p.grad = (p.detach() - target - 0.5 * math.cos(step)).clone(memory_format=memory_format)
+                optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+@pytest.mark.parametrize("kind", ["not finite", "no gradient"])
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_first_step_that_is_not_made_does_not_fix_the_unit(backend: str, kind: str) -> None:
+    """The tuner's launch decides whether a step is made, when the lr unit had been fixed already."""
+    ends = []
+    for has_one in (False, True):
+        p = nn.Parameter(torch.ones(4))
+        optimizer = mechanize(torch.optim.SGD([p], lr=0.01), preset="paper", s_init=1e-3, backend=backend)
+        if has_one:
+            p.grad = torch.full((4,), math.nan) if kind == "not finite" else None
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1.0
+        for _ in range(5):
+            p.grad = p.detach().clone()
+            optimizer.step()
+        ends.append((optimizer.scale.item(), p.tolist()))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_nothing_moves_at_an_lr_of_zero_and_frozen_parameters_never(backend: str) -> None:
+    params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
+    optimizer = mechanize(torch.optim.AdamW(params, lr=0.1), backend=backend)
+    seen = []
+    for step in range(12):
+        params[0].requires_grad_(step < 4)
+        optimizer.param_groups[0]["lr"] = 0.0 if step in (7, 8) else 0.1
+        for p in params:
+            p.grad = p.detach().clone() if p.requires_grad else None
+        optimizer.step()
+        seen.append((params[0].tolist(), params[1].tolist(), optimizer.scale.item()))
+    assert all(frozen == seen[3][0] for frozen, _, _ in seen[3:])
+    assert seen[8][1:] == seen[7][1:] == seen[6][1:]
+    moving = [x for _, x, _ in seen[:7] + seen[9:]]
+    assert all(a != b for a, b in itertools.pairwise(moving[1:]))

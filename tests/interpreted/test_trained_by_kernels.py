@@ -1,0 +1,109 @@
+"""Training by the kernels against training without them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import BASES, EPS, train
+from torch import nn
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins.passes import any_base
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_fused_equals_any_base(base: str) -> None:
+    """Each step rounds once or twice in float32 and forgets most of it, as the problem is well conditioned."""
+    steps = 60 if base == "adamw" else 15
+    options = {"preset": "paper"} if base in ("adam", "lion") else {}
+    plain, a = train(base, steps, torch.float32, backend="foreach", **options)
+    fused, b = train(base, steps, torch.float32, backend="fused", **options)
+    assert b._fused
+    for x, y in zip(plain, fused, strict=True):
+        assert ((x - y).abs() <= 300 * EPS[torch.float32] * (1 + x.abs())).all()
+    torch.testing.assert_close(a.scale, b.scale, rtol=1e-4, atol=0)
+    for p, q in zip(a._params(), b._params(), strict=True):
+        assert a.state[p].keys() - {"momentum_buffer"} <= b.state[q].keys()
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_a_warm_up_by_kernels_is_torchs(backend: str) -> None:
+    plain, a = train("adamw", 15, torch.float32, backend="foreach", warm_up=10)
+    kernel, b = train("adamw", 15, torch.float32, backend=backend, warm_up=10)
+    torch.testing.assert_close(a.scale, b.scale, rtol=1e-5, atol=0)
+    for x, y in zip(plain, kernel, strict=True):
+        assert ((x - y).abs() <= 300 * EPS[torch.float32] * (1 + x.abs())).all()
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype"), [("adamw", torch.float32), ("lion", torch.float64), ("sgd momentum", torch.float16)], ids=str
+)
+@pytest.mark.parametrize("snapshot_bytes", [any_base.SNAPSHOT_BYTES, 40], ids=["whole", "chunks"])
+def test_any_base_by_kernels_equals_torchs(
+    base: str, dtype: torch.dtype, snapshot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, a = train(base, 8, dtype, backend="foreach")
+    monkeypatch.setattr(any_base, "SNAPSHOT_BYTES", snapshot_bytes)
+    kernel, b = train(base, 8, dtype, backend="triton")
+    assert not b._fused
+    for x, y in zip(plain, kernel, strict=True):
+        assert ((x - y).abs() <= 300 * EPS[dtype] * (1 + x.abs())).all()
+    torch.testing.assert_close(a.scale, b.scale, rtol=1e-12 if dtype == torch.float64 else 1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fused_low_precision_weights_are_roundings(dtype: torch.dtype) -> None:
+    _, optimizer = train("adamw", 12, dtype, backend="fused")
+    played = (optimizer.scale * optimizer.param_groups[0]["lr"]).float()
+    for state, p in ((optimizer.state[p], p) for p in optimizer._params()):
+        exact = torch.addcmul(state["mechanic_ref"].float(), state["mechanic_delta"], played)
+        assert ((exact.to(dtype) - p).abs().float() <= EPS[dtype] * 2 * p.abs().float()).all()
+
+
+def test_paths_may_change_at_any_step() -> None:
+    """The state is the same under either: half the steps each way end where one way ends."""
+    whole, _ = train("adamw", 20, torch.float32, backend="foreach")
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(5, 7), (9,), ()]]
+    targets = [torch.randn_like(p) for p in params]
+    optimizers = [mechanize(BASES["adamw"](params), s_init=1e-3, s_decay=0.01, backend=b) for b in ("fused", "foreach")]
+    for step in range(20):
+        optimizer = optimizers[step % 2]
+        if step:
+            optimizer.load_state_dict(optimizers[1 - step % 2].state_dict())
+        optimizer.zero_grad()
+        swing = 0.5 * math.cos(step)
+        sum(((p - t - swing) ** 2).sum() for p, t in zip(params[: 2 + step % 2], targets, strict=False)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    for x, p in zip(whole, params, strict=True):
+        torch.testing.assert_close(x, p.detach(), rtol=0, atol=300 * EPS[torch.float32])
+
+
+class Own(torch.optim.AdamW):
+    """A base that nobody knows."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Own, torch.optim.NAdam])
+def test_twins_of_16_bit_weights_by_kernels_equal_torchs(kind: Any) -> None:
+    """The base steps float32 copies that lie in one row; the kernel reads where it has taken them."""
+    ends = []
+    for backend in ("foreach", "triton"):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in [(5, 7), (9,), ()]]
+        optimizer = mechanize(kind(params, lr=1e-4), s_init=1.0, backend=backend)
+        for step in range(8):
+            for p in params[: 2 + step % 2]:
+                p.grad = torch.randn(p.shape).bfloat16() + 1  # not the weights': their roundings would come back
+            optimizer.step()
+        ends.append([t for p in params for t in (p.detach(), *map(optimizer.state[p].get, ("exp_avg", DELTA)))])
+    assert optimizer.scale.item() > 0
+    for a, b in zip(*ends, strict=True):
+        lost = 8 * 2 * EPS[torch.float32] if a.dtype == torch.float32 else 0  # of an update, read off weights up to 2
+        torch.testing.assert_close(a, b, rtol=2 * EPS[a.dtype], atol=lost)

@@ -1,0 +1,65 @@
+"""The learned lr is where people look: the drawn progress bar, TensorBoard, the dict of a logger such as W&B's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning_helpers import QUIET, lightning_of, loader, module
+
+from mechanic_plugins.lightning import Mechanic
+from mechanic_plugins.plot import draw, find_log, read
+
+pytestmark = QUIET
+LR = "mechanic/effective_lr"
+
+
+def fitted(logger: Any, *, bar: bool = False) -> Any:
+    pl = lightning_of("lightning.pytorch")
+    trainer = pl.Trainer(
+        max_epochs=4,
+        accelerator="cpu",
+        devices=1,
+        logger=logger,
+        log_every_n_steps=2,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[Mechanic(prog_bar=bar), *([pl.callbacks.TQDMProgressBar()] if bar else [])],
+        enable_progress_bar=bar,
+    )
+    trainer.fit(module(pl), loader())
+    return trainer
+
+
+def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = fitted(False, bar=True)
+    lr = float(trainer.callback_metrics[LR])
+    assert lr > 0
+    printed = capsys.readouterr()
+    assert f"{LR}={lr:.3g}" in (printed.out + printed.err).replace("e+", "e")
+
+
+def test_a_logger_that_takes_dicts() -> None:
+    pl = lightning_of("lightning.pytorch")
+
+    class LikeWandb(pl.loggers.logger.DummyLogger):  # type: ignore[misc, name-defined]
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            seen.append(metrics)
+
+    seen: list[dict[str, float]] = []
+    trainer = fitted(LikeWandb())
+    lrs = [metrics[LR] for metrics in seen if LR in metrics]
+    assert lrs[-1] == pytest.approx(float(trainer.callback_metrics[LR]))
+    assert all(isinstance(lr, float) for lr in lrs)
+
+
+@pytest.mark.parametrize("name", ["TensorBoardLogger", "CSVLogger"])
+def test_logs_on_disk_and_their_picture(tmp_path: Path, name: str) -> None:
+    pl = lightning_of("lightning.pytorch")
+    trainer = fitted(getattr(pl.loggers, name)(tmp_path))
+    series = read(find_log(tmp_path))
+    assert series[LR][-1][1] == pytest.approx(float(trainer.callback_metrics[LR]))
+    lr, loss = draw(series, title=name).axes
+    assert len(lr.get_lines()[0].get_ydata()) == len(series[LR]) > 5
+    assert [line.get_label() for line in loss.get_lines()] == ["loss"]

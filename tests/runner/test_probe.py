@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import build_ops
+import pytest
+import torch
+from running import Runner
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.runner.probe import spreads
+from mechanic_plugins.summary import ScaleHistory
+
+TRAIN = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 1e-2}]
+{build}
+for step in range({steps}):
+    x = torch.randn(32, 4)
+    optimizer.zero_grad()
+    ((model(x) - x.sum(1, keepdim=True)) ** 2).mean().backward()
+    optimizer.step()
+print("ended")
+"""
+
+
+def write(folder: Path, build: str, steps: int = 400) -> None:
+    (folder / "train.py").write_text(TRAIN.replace("{build}", build).replace("{steps}", str(steps)))
+
+
+def test_a_loop_is_stopped_after_so_many_steps(run: Runner, tmp_path: Path) -> None:
+    write(tmp_path, "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)")
+    done = run("--probe", "40", "train.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "Mechanic around AdamW, 40 steps. Learned lr, and its range over the last 10 steps:"
+    middle, _, rest = lines[1].strip().partition(" ")
+    low, high = map(float, rest.strip("()").split(" to "))
+    assert 0 < low <= float(middle) <= high < 1
+    assert f"  torch.optim.AdamW(model.parameters(), lr={middle})  # your other arguments" in lines
+    assert "ended" not in lines
+
+
+def test_groups_and_a_program_that_ends_first(run: Runner, tmp_path: Path) -> None:
+    write(tmp_path, "optimizer = torch.optim.SGD(groups, lr=1e-3)", steps=30)
+    done = run("--options", "scope=group", "--probe", "40", "train.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [
+        "ended",
+        "Mechanic around SGD, 30 of 40 steps, then the program ended. Learned lr, and its range over the last 7 steps:",
+    ]
+    lrs = [line.split()[1] for line in lines[2:4]]
+    assert [line.split()[0] for line in lines[2:4]] == ["pg1:", "pg2:"]
+    assert f'  for group, lr in zip(optimizer.param_groups, [{lrs[0]}, {lrs[1]}]): group["lr"] = lr' in lines
+
+
+def test_a_probe_of_something_else_fails_after_as_many_steps(run: Runner, tmp_path: Path) -> None:
+    write(tmp_path, "from mechanic_plugins.lion import Lion; optimizer = Lion(model.parameters(), lr=1e-3)")
+    done = run("--probe", "20", "train.py")
+    assert done.returncode == 4
+    assert "20 steps were made by mechanic_plugins.lion.Lion, without Mechanic: add --replace" in done.stderr
+    assert "ended" not in done.stdout
+
+
+def test_a_program_without_training_fails(run: Runner, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch")
+    done = run("--probe", "20", "train.py")
+    assert done.returncode == 4
+    assert "--probe 20: no mechanized optimizer made a step (optimizers built: none)." in done.stderr
+
+
+GAN = """
+optimizer, other = torch.optim.AdamW([model.weight]), torch.optim.SGD([model.bias], lr=0.1)
+optimizer.register_step_post_hook(lambda *_: other.step())
+"""
+
+
+def test_two_optimizers_are_both_probed(run: Runner, tmp_path: Path) -> None:
+    write(tmp_path, GAN)
+    done = run("--probe", "20", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "Mechanic around AdamW, 20 steps." in done.stdout
+    assert "Mechanic around SGD, 20 steps." in done.stdout
+
+
+HF = Path(__file__).parents[1] / "transformers_plugin"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["", "torchrun --standalone --nproc-per-node=2"])
+def test_the_trainer_stops_on_all_ranks_with_whole_checkpoints(run: Runner, tmp_path: Path, launcher: str) -> None:
+    options = "--max_steps 100 --per_device_train_batch_size 4 --save_steps 10 --logging_steps 5 --use_cpu True"
+    options += " --report_to none --disable_tqdm True --output_dir out --learning_rate 2e-5 --result result"
+    words = [*launcher.split(), str(HF / "hf_script.py"), *options.split()]
+    done = run("--probe", "25", *words, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Mechanic around AdamW, 25 steps.") == 1
+    lr = next(line for line in done.stdout.splitlines() if line.startswith("or for the Trainer: --learning_rate "))
+    assert 0 < float(lr.split()[-1]) < 1
+    assert not list(tmp_path.glob("result*"))  # what comes behind the training did not run
+    saved = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert saved == ["checkpoint-10", "checkpoint-20"]
+    state = json.loads((tmp_path / "out" / "checkpoint-20" / "trainer_state.json").read_text())
+    assert state["global_step"] == 20
+    states = torch.load(tmp_path / "out" / "checkpoint-20" / "optimizer.pt", weights_only=True)["state"].values()
+    assert all("mechanic_delta" in entries for entries in states)
+    assert all("mechanic/effective_lr" in entry for entry in state["log_history"])
+
+
+LIGHTNING = """
+import sys, torch, lightning.pytorch as pl
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        loss = ((self.layer(batch) - batch.sum(1, keepdim=True)) ** 2).mean()
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters())
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    checkpoints = pl.callbacks.ModelCheckpoint(dirpath="saved", every_n_train_steps=10, save_top_k=-1)
+    trainer = pl.Trainer(
+        max_steps=60, logger=pl.loggers.CSVLogger("logs"), log_every_n_steps=5, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu", devices=int(sys.argv[1]), strategy=sys.argv[2],
+        callbacks=[checkpoints],
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(320, 4), batch_size=4))
+    print("ended", sorted(key for key in trainer.callback_metrics if key.startswith("mechanic")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["1 auto", "2 ddp", "2 ddp_spawn"])
+def test_lightning_stops_on_all_ranks_with_whole_checkpoints(run: Runner, tmp_path: Path, where: str) -> None:
+    """ddp_spawn's parent waits for a result that never comes, if its children end as if all were well."""
+    (tmp_path / "light.py").write_text(LIGHTNING)
+    done = run("--probe", "25", "light.py", *where.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Mechanic around AdamW, 25 steps.") == 1
+    assert "ended" not in done.stdout
+    saved = sorted((tmp_path / "saved").iterdir())
+    assert [path.stem.rpartition("=")[2] for path in saved] == ["10", "20"]
+    for path in saved:
+        assert torch.load(path, weights_only=True)["global_step"] == int(path.stem.rpartition("=")[2])
+
+
+@pytest.mark.slow
+def test_lightning_logs_what_a_replaced_optimizer_learns(run: Runner, tmp_path: Path) -> None:
+    (tmp_path / "light.py").write_text(LIGHTNING)
+    done = run("--replace", "torch.optim.AdamW", "light.py", "1", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "ended ['mechanic/effective_lr', 'mechanic/scale']" in done.stdout
+    header = next((tmp_path / "logs").rglob("metrics.csv")).read_text().splitlines()[0]
+    assert "mechanic/effective_lr" in header
+
+
+# -------------------------------------------------------------------- what is learned
+
+
+@pytest.mark.parametrize("schedule", ["constant", "warmup", "falling"])
+def test_the_learned_lr_is_that_of_the_schedules_peak(schedule: str) -> None:
+    """A warm-up is cancelled by Mechanic, so the lr in force counts; a falling schedule has had its peak."""
+    p = torch.tensor([3.0, -2.0, 1.0], requires_grad=True)
+    opt = mechanize(torch.optim.SGD([p], lr=1.0))
+    factor = {"constant": lambda t: 1.0, "warmup": lambda t: (t + 1) / 400, "falling": lambda t: 1 - t / 40}[schedule]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, factor)
+    history, seen = ScaleHistory(limit=80), []
+    for _ in range(32):
+        p.grad = torch.tensor([1.0, -1.0, 1.0])
+        opt.step()
+        lr = opt.param_groups[0]["lr"]
+        history.record(opt)
+        seen.append(opt.scale.item() * (1.0 if schedule != "warmup" else lr))
+        scheduler.step()
+    (found,) = spreads(history, ["pg1"])
+    last = sorted(seen[-8:])
+    assert found[1:] == pytest.approx(((last[3] + last[4]) / 2, last[0], last[-1]))
+    assert found.name == "pg1"
+    assert found.low > 0
+
+
+# -------------------------------------------------------------------- launchers and engines
+
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from torch.optim import AdamW
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(4, 1)
+optimizer = AdamW(model.parameters(), lr=1e-3)
+data = torch.utils.data.DataLoader(torch.randn(800, 4), batch_size=4)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1000)
+model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+assert isinstance(optimizer.optimizer, AdamW)
+print("ranks", accelerator.num_processes)
+for x in data:
+    accelerator.backward(((model(x) - x.sum(1, keepdim=True)) ** 2).mean())
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+print("ended")
+"""
+LAUNCHERS = {
+    "torchrun": "torchrun --standalone --nproc-per-node=2",
+    # accelerate starts several processes on a CPU by mpirun alone; --multi_gpu is its torchrun, wherever it runs
+    "accelerate": "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --main_process_port=0 "
+    "--mixed_precision=no --dynamo_backend=no",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers_as_targets(run: Runner, tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "train.py").write_text(ACCELERATE)
+    done = run("--probe", "30", *LAUNCHERS[launcher].split(), "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ranks 2") == 2
+    assert done.stdout.count("Mechanic around AdamW, 30 steps.") == 1
+    assert done.stderr.count("is mechanized.") == 1
+    assert "ended" not in done.stdout
+
+
+@pytest.mark.slow
+def test_ranks_that_are_runners_themselves(run: Runner, tmp_path: Path) -> None:
+    """`torchrun -m mechanic_plugins.run`: each rank has an exit status of its own to get right."""
+    (tmp_path / "train.py").write_text(ACCELERATE)
+    words = "-m torch.distributed.run --standalone --nproc-per-node=2 -m mechanic_plugins.run --probe 30 train.py"
+    done = run("--probe", "30", *words.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Mechanic around AdamW, 30 steps.") == 1
+
+
+DEEPSPEED = """
+import deepspeed, sys, torch
+torch.manual_seed(0)
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": int(sys.argv[1])}}
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+for _ in range(100):
+    x = torch.randn(8, 4)
+    engine.backward(((engine(x) - x.sum(1, keepdim=True)) ** 2).mean())
+    engine.step()
+print("ended")
+"""
+
+
+@pytest.mark.slow
+def test_deepspeeds_engines(run: Runner, tmp_path: Path, compiled: None) -> None:
+    (tmp_path / "train.py").write_text(DEEPSPEED)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **build_ops.environment()}
+    reports = [run("--probe", "30", "train.py", stage, **alone) for stage in "23"]
+    for done in reports:
+        assert done.returncode == 0, done.stderr
+        assert "Mechanic around AdamW, 30 steps." in done.stdout
+        assert "ended" not in done.stdout
+    lines = [[line for line in done.stdout.splitlines() if "lr=" in line] for done in reports]
+    assert lines[0] == lines[1] != []

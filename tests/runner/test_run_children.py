@@ -1,0 +1,150 @@
+"""`mechanic-run` around programs that start other python processes, and `--replace` from the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from running import Runner
+
+import mechanic_plugins
+
+TRAIN = """
+import importlib, os, sys
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "3"
+from torch.optim import AdamW
+import torch
+assert torch.get_num_threads() == 3
+module = importlib.import_module("torch.optim.adamw")
+from mechanic_plugins import MechanicOptimizer
+
+def is_mechanic(build, **kwargs):
+    return isinstance(build([torch.ones(2, requires_grad=True)], **kwargs), MechanicOptimizer)
+
+class Mine(torch.optim.AdamW):
+    pass
+
+p = torch.tensor([3.0, -2.0], requires_grad=True)
+opt = AdamW([p], lr=1e-3)
+for _ in range(20):
+    p.grad = 2 * p.detach()
+    opt.step()
+asked = {name: is_mechanic(cls) for name, cls in {
+    "from": AdamW, "module": module.AdamW, "getattr": getattr(torch.optim, "AdamW"), "subclass": Mine,
+    "Adam": torch.optim.Adam,
+}.items()}
+print(type(opt).__name__, isinstance(opt, torch.optim.AdamW), p.tolist(), asked)
+"""
+
+
+def expected_weights() -> list[float]:
+    import torch
+
+    p = torch.tensor([3.0, -2.0], requires_grad=True)
+    opt = mechanic_plugins.mechanize(torch.optim.AdamW([p], lr=1e-3))
+    for _ in range(20):
+        p.grad = 2 * p.detach()
+        opt.step()
+    weights: list[float] = p.tolist()
+    return weights
+
+
+REPLACED = {"from": True, "module": True, "getattr": True, "subclass": True, "Adam": False}
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path / "train.py"
+
+
+def test_every_way_to_the_class_is_replaced(run: Runner, train: Path) -> None:
+    """And nothing heavy is imported before the program's first line."""
+    done = run("--replace", "torch.optim.AdamW", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"AdamW True {expected_weights()} {REPLACED}"
+    said = done.stderr.splitlines()
+    assert f"mechanic_plugins.run: torch.optim.adamw.AdamW built at {train}:18 is mechanized." in said
+    assert any("train.Mine" in line or "__main__.Mine" in line for line in said)
+    assert any("AdamW: Mechanic learned a peak learning rate of" in line for line in said)
+
+
+def test_nothing_replaced_fails(run: Runner, train: Path) -> None:
+    done = run("--replace", "torch.optim.SGD", "train.py")
+    assert done.returncode == 4
+    assert "warning: torch.optim.adamw.AdamW makes steps without Mechanic, and no torch.optim.SGD was" in done.stderr
+    assert "--replace torch.optim.SGD replaced nothing (optimizers built: Adam, AdamW, Mine)." in done.stderr
+
+
+def test_a_failing_program_keeps_its_status(run: Runner, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise SystemExit(7)")
+    assert run("--replace", "torch.optim.SGD", "fails.py").returncode == 7
+
+
+WRAPPER = """
+import os, subprocess, sys
+sys.exit(subprocess.run([sys.executable, "train.py"], env={**os.environ, "MORE": "1"}).returncode)
+"""
+SITE = """
+import sys
+import json  # what comes here before or after the runner's must not matter
+sys.their_own = True
+"""
+
+
+def test_a_wrapper_that_starts_the_program_and_a_sitecustomize_that_was_there(
+    run: Runner, train: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
+    train.write_text(
+        TRAIN
+        + "import sitecustomize\n"
+        + "assert sys.their_own and sitecustomize.__file__.startswith(os.getcwd())\n"
+        + "assert not any('mechanic_plugins/runner' in folder for folder in sys.path)\n"
+    )
+    path = f"{Path(mechanic_plugins.__file__).parents[1]}:{tmp_path / 'site'}"
+    done = run("--replace", "torch.optim.AdamW", "wrapper.py", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"AdamW True {expected_weights()} {REPLACED}"
+
+
+def test_a_shell_script_is_a_program_too(run: Runner, train: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(f"#!/bin/sh\n{sys.executable} train.py\nexit $?\n")
+    script.chmod(0o755)
+    done = run("--replace", "torch.optim.AdamW", "train.sh")
+    assert done.returncode == 0, done.stderr
+    assert str(REPLACED) in done.stdout
+
+
+def test_a_child_that_builds_nothing_of_that_name_fails_the_run(run: Runner, train: Path, tmp_path: Path) -> None:
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    done = run("--replace", "torch.optim.SGD", "wrapper.py")
+    assert done.returncode == 4
+    assert "replaced nothing (optimizers built: Adam, AdamW, Mine)" in done.stderr
+
+
+def test_a_name_that_a_child_ignores_fails_the_run(run: Runner, train: Path, tmp_path: Path) -> None:
+    """Only the children train: the parent has no torch."""
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    done = run("wrapper.py", "--optim", "mechanic_adamw")
+    assert done.returncode == 3
+    assert "mechanic_adamw was asked for, but the program trained with Adam, AdamW, Mine" in done.stderr
+
+
+def test_the_environment_of_another_python_is_left_alone(run: Runner, tmp_path: Path) -> None:
+    """A child of another environment has the variable and the path, and must not get the package."""
+    program = """
+import os, subprocess, sys, json
+plan = json.loads(os.environ["PYTHON_MECHANIC_RUN"])
+env = {**os.environ, "PYTHON_MECHANIC_RUN": json.dumps({**plan, "prefix": "/elsewhere"})}
+child = "import sys; print('mechanic_plugins' in sys.modules)"
+for variables in (os.environ, env):
+    print(subprocess.run([sys.executable, "-c", child], env=variables, capture_output=True, text=True).stdout.strip())
+"""
+    (tmp_path / "parent.py").write_text(program)
+    assert run("parent.py").stdout.split() == ["True", "False"]

@@ -1,0 +1,251 @@
+"""Weights in bfloat16 and float16: the update is float32, the state the base's own."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from optimizers import OPTIMIZERS, Factored, Overriding, Row
+from optimizers import Lion as TextbookLion
+from problems import descend, differences, everything, perceptron, train
+from torch import Tensor, nn
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.core.param_state import DELTA, PREFIX, REF
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("row", [r for r in OPTIMIZERS if r.name in ("SGD-momentum", "AdamW", "Lion")], ids=str)
+def test_low_precision_weights_are_always_the_rounding_of_an_exact_value(dtype: torch.dtype, row: Row) -> None:
+    model = perceptron(dtype)
+    start = [p.detach().clone() for p in model.parameters()]
+    more = {"eps": 1e-3} if row.name == "AdamW" else {}  # its 1e-8 is 0 in float16, and its own update infinite
+    opt = mechanize(row.build(model.parameters(), **more))
+    for step in range(40):
+        train(model, opt, 1, first=step)
+        scale = opt._progress.tuner.played[0, 0]
+        for x0, p in zip(start, model.parameters(), strict=True):
+            state = opt.state[p]
+            assert (state[DELTA].dtype, state[REF].dtype) == (torch.float32, dtype)
+            assert torch.equal(state[REF], x0)
+            assert torch.equal(p, torch.addcmul(x0.float(), state[DELTA], scale.float()).to(dtype))
+    assert opt.scale.item() > 0
+
+
+class Renamed(torch.optim.AdamW):
+    """Nothing of its own: as good as torch's."""
+
+
+BASES_IN_16_BITS: dict[str, Any] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": torch.optim.SGD,
+    "Adafactor": torch.optim.Adafactor,
+    "a renamed AdamW": Renamed,
+    "AdamW with a step of its own": Overriding,
+    "Lion": TextbookLion,
+    "no one's": Factored,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("base", BASES_IN_16_BITS)
+def test_16_bit_weights_train_as_float32_ones_do_whatever_the_lr(base: str, dtype: torch.dtype) -> None:
+    """The update was read off rounded weights: at a small lr of the base next to nothing was left of it."""
+    scales, ends = {}, {}
+    for wide in (True, False):
+        p = nn.Parameter(torch.ones(8, 8, dtype=torch.float32 if wide else dtype))
+        opt = mechanize(BASES_IN_16_BITS[base]([p], lr=5e-5), preset="0.1")  # a slow rise: roundings stay small
+        descend(opt, p, 60)
+        scales[wide], ends[wide] = opt.scale.item(), p.detach().float()
+    assert (ends[True] - 1).abs().max() > 0.1, "nothing was learned that could be compared"
+    torch.testing.assert_close(ends[False], ends[True], rtol=0, atol=0.05)
+    assert scales[False] == pytest.approx(scales[True], rel=0.2)
+
+
+@pytest.mark.parametrize("base", BASES_IN_16_BITS)
+def test_state_of_16_bit_weights_has_the_dtypes_of_the_plain_base(base: str) -> None:
+    kinds = []
+    for wrap in (lambda base: base, mechanize):
+        p = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+        opt: Any = wrap(BASES_IN_16_BITS[base]([p], lr=1e-2))
+        descend(opt, p, 4)
+        state = {name: value for name, value in opt.state[p].items() if not name.startswith(PREFIX)}
+        kinds.append({name: torch.as_tensor((*value, 0)[0] if isinstance(value, list) else value).dtype
+                      for name, value in state.items()})  # fmt: skip
+        assert list(opt.state) == [p], "the twins are gone"
+        assert opt.param_groups[0]["params"][0] is p
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("base", BASES_IN_16_BITS)
+def test_16_bit_weights_resume_bit_for_bit(base: str) -> None:
+    p = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    opt = mechanize(BASES_IN_16_BITS[base]([p], lr=1e-2))
+    descend(opt, p, 20)
+    q = nn.Parameter(p.detach().clone())
+    resumed = mechanize(BASES_IN_16_BITS[base]([q], lr=1e-2))
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    if base == "no one's":  # torch narrows float32 state of 16-bit parameters when it loads
+        resumed.state[q]["wide"] = opt.state[p]["wide"].clone()
+    for each, weights in ((opt, p), (resumed, q)):
+        descend(each, weights, 5)
+    assert not differences(everything(opt), everything(resumed))
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Takes the gradient where it has gone up to, as SAM does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        (p,) = self.param_groups[0]["params"]
+        p.add_(p.grad, alpha=0.5)
+        up = p.grad.clone()
+        with torch.enable_grad():
+            closure()
+        p.sub_(up, alpha=0.5).sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+def test_a_base_may_evaluate_16_bit_weights_where_it_has_moved_to() -> None:
+    """The model knows the weights, not the float32 twins that the base moves."""
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        p = nn.Parameter(torch.ones(16, dtype=dtype))
+        opt = mechanize(Sharpness([p], lr=1e-4), s_init=1e-2, preset="paper", normalize_lr=False)
+
+        def closure(p: Tensor = p, opt: Any = opt) -> Tensor:
+            opt.zero_grad()
+            loss = (p.float() ** 4).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(20 if dtype == torch.float32 else 21):  # the first update to 16-bit weights is discarded
+            opt.step(closure)
+        ends.append(p.detach().float())
+    assert (ends[0] < 0.9).all()
+    torch.testing.assert_close(ends[1], ends[0], rtol=0.05, atol=0)
+
+
+def test_an_error_leaves_16_bit_weights_and_moments_alone() -> None:
+    p = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    base = Overriding([p], lr=1e-2)
+    opt = mechanize(base)
+    descend(opt, p, 5)
+    before = copy.deepcopy([p.detach(), *(opt.state[p][name] for name in ("exp_avg", "exp_avg_sq", DELTA))])
+    base.register_step_post_hook(lambda *_: [][0])
+    with pytest.raises(IndexError):
+        opt.step()
+    after = [p.detach(), *(opt.state[p][name] for name in ("exp_avg", "exp_avg_sq", DELTA))]
+    assert not differences(before, after)
+    assert list(opt.state) == [p], "the twins are gone"
+
+
+@pytest.mark.parametrize("base", ["RMSprop", "RAdam", "NAdam"])
+def test_the_moments_of_a_16_bit_number_survive_a_checkpoint(base: str) -> None:
+    """Without dimensions they were taken for counters, kept in float32, and rounded when torch loaded them."""
+    p = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+    opts = [mechanize(getattr(torch.optim, base)([q], lr=0.1)) for q in (p, p)]
+    for step in range(4):
+        p.grad = torch.full_like(p, 0.3 + step)
+        opts[0].step()
+    opts[1].load_state_dict(copy.deepcopy(opts[0].state_dict()))
+    moments = [{k: v for k, v in opt.state[p].items() if k not in ("step", "mu_product")} for opt in opts]
+    assert moments[0].keys() == moments[1].keys()
+    assert all(torch.equal(moments[0][name], moments[1][name]) for name in moments[0])
+    assert opts[0].state[p]["step"].dtype == torch.float32
+
+
+class Queue(torch.optim.Optimizer):
+    """Steps by the gradient before this one, from a queue."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            queue = self.state[p].setdefault("queue", deque([torch.zeros_like(p)] * 2, maxlen=2))
+            queue.append(p.grad.clone())
+            p.sub_(queue[0].lerp(p.grad, 0.5), alpha=self.param_groups[0]["lr"])
+
+
+class Cell:
+    """A tensor in an object."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class InAnObject(Queue):
+    """Keeps its momentum where torch's own state dicts do not look either."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            cell = self.state[p].setdefault("cell", Cell(torch.zeros_like(p)))
+            p.sub_(cell.value.lerp_(p.grad, 0.5), alpha=self.param_groups[0]["lr"])
+
+
+class Casting(Queue):
+    """Casts its momentum to a dtype that it was given."""
+
+    dtype: torch.dtype
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.dtype = torch.bfloat16
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=self.dtype))
+            p.sub_(momentum.lerp_(p.grad.to(self.dtype), 0.5), alpha=self.param_groups[0]["lr"])
+
+
+class Newton(Queue):
+    """Differentiates the gradients once more."""
+
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        grads = [p.grad for p in params]
+        curved = torch.autograd.grad(grads, params, grad_outputs=[torch.ones_like(g) for g in grads])
+        with torch.no_grad():
+            for p, curvature in zip(params, curved, strict=True):
+                p.sub_(p.grad / curvature, alpha=self.param_groups[0]["lr"])
+
+
+def descend_a_parabola(opt: Any, p: Tensor, *, create_graph: bool) -> None:
+    for _ in range(40):
+        loss = ((p - torch.linspace(-1, 1, p.numel()).to(p.dtype)) ** 2).sum()
+        (p.grad,) = torch.autograd.grad(loss, [p], create_graph=create_graph)
+        opt.step()
+
+
+def test_a_queue_of_gradients_of_16_bit_weights_is_widened_too() -> None:
+    """lerp() refused a bfloat16 gradient beside a float32 one."""
+    p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    opt = mechanize(Queue([p], lr=1e-2))
+    descend(opt, p, 40)
+    assert (p.detach().float() - torch.linspace(-1, 1, 8)).norm() < 1.5, "it started at 3.4"
+    queue = opt.state[p]["queue"]
+    assert (type(queue), queue.maxlen, {g.dtype for g in queue}) == (deque, 2, {torch.bfloat16})
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"), [(InAnObject, "in an object"), (Casting, "a dtype of its own"), (Newton, "a graph")]
+)
+def test_a_base_that_cannot_step_float32_copies_steps_the_16_bit_weights(cls: Any, reason: str) -> None:
+    """It met tensors of two dtypes, or weights that its graph did not know, and raised."""
+    p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    opt = mechanize(cls([p], lr=0.1))
+    with pytest.warns(UserWarning, match=f"{cls.__name__} steps the bfloat16 weights themselves.*{reason}"):
+        descend_a_parabola(opt, p, create_graph=cls is Newton)
+    assert (p.detach().float() - torch.linspace(-1, 1, 8)).norm() < 1.5, "it started at 3.4"
+    assert list(opt.state) == [p]

@@ -1,0 +1,265 @@
+"""Parameters without gradients, of odd shapes, dtypes and layouts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from problems import backward, differences, everything, filled, perceptron, train
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins.lion import Lion
+
+ADAMW = torch.optim.AdamW
+Build = Callable[[Any], torch.optim.Optimizer]
+
+
+def test_no_gradients_at_all_is_no_step() -> None:
+    model = perceptron()
+    opt = mechanize(ADAMW(model.parameters()))
+    opt.step()
+    assert not opt.state
+    assert opt.metrics()["mechanic/steps"] == 0
+    train(model, opt, 5)
+    opt.zero_grad()
+    before = everything(opt)
+    opt.step()
+    assert not differences(before, everything(opt))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_parameter_without_a_gradient_follows_the_scale_and_nothing_else() -> None:
+    """Nothing is added to its delta, but x = start + scale * delta must hold for it as for the others."""
+    model = perceptron(torch.float64)
+    last = model[2].weight
+    x0 = last.detach().clone()
+    opt = mechanize(ADAMW(model.parameters(), lr=1.0))
+    train(model, opt, 20)
+    delta, moments, weights = (t.clone() for t in (opt.state[last][DELTA], opt.state[last]["exp_avg"], last.detach()))
+    for step in range(20, 25):
+        backward(model, step)
+        last.grad = None
+        opt.step()
+    ratio = opt.state[last][DELTA] / delta
+    torch.testing.assert_close(ratio, torch.full_like(ratio, ratio.mean().item()), rtol=1e-12, atol=0)
+    assert torch.equal(opt.state[last]["exp_avg"], moments)
+    assert not torch.equal(last, weights)
+    torch.testing.assert_close(last, x0 + opt.scale * opt.state[last][DELTA], rtol=1e-12, atol=1e-14)
+
+
+def test_frozen_parameters_cost_nothing() -> None:
+    model = perceptron()
+    model[0].requires_grad_(False)
+    frozen = [p.clone() for p in model[0].parameters()]
+    opt = mechanize(ADAMW(model.parameters(), weight_decay=0.1))
+    train(model, opt, 20)
+    assert set(opt.state) == set(model[2].parameters())
+    assert all(map(torch.equal, frozen, model[0].parameters()))
+    assert opt.scale.item() > 0
+
+
+def strided() -> Tensor:
+    return torch.arange(12.0).view(3, 4).t().requires_grad_()
+
+
+def gapped() -> Tensor:
+    return torch.arange(24.0).view(6, 4)[::2, ::2].requires_grad_()
+
+
+def channels_last() -> Tensor:
+    return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)).contiguous(
+        memory_format=torch.channels_last
+    )
+
+
+ODD: dict[str, Callable[[], Tensor]] = {
+    "0-dim": lambda: torch.tensor(3.0),
+    "empty": lambda: torch.zeros(0, 4),
+    "transposed": strided,
+    "gapped": gapped,
+    "channels-last": channels_last,
+    "complex64": lambda: torch.tensor([1 + 2j, -3 + 0.5j]),
+    "complex128": lambda: torch.tensor([[1 + 2j, -3 + 0.5j]], dtype=torch.complex128),
+}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_odd_parameters_train_like_plain_ones(make: Callable[[], Tensor], foreach: bool) -> None:
+    """Beside a plain companion; the same numbers in a plain, contiguous, real tensor must move alike."""
+    odd = make().detach().requires_grad_()
+    plain = odd.detach().clone(memory_format=torch.contiguous_format)
+    plain = (torch.view_as_real(plain) if plain.is_complex() else plain).clone().requires_grad_()
+    ends = []
+    for p in (odd, plain):
+        companion = torch.tensor([5.0, -3.0], requires_grad=True)
+        opt = mechanize(ADAMW([p, companion], lr=1.0, foreach=foreach))
+        for _ in range(50):
+            opt.zero_grad()
+            (p.abs().square().sum() + companion.square().sum()).backward()
+            opt.step()
+        assert opt.scale.item() > 0
+        ends.append((torch.view_as_real(p) if p.is_complex() else p).detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+    if odd.numel():
+        start = make().detach()
+        assert odd.abs().square().sum() < start.abs().square().sum()
+
+
+def test_gradients_laid_out_unlike_their_parameter() -> None:
+    p = torch.arange(12.0).view(3, 4).requires_grad_()
+    opt = mechanize(torch.optim.SGD([p], lr=1.0))
+    for _ in range(5):
+        p.grad = p.detach().t().contiguous().t()
+        opt.step()
+    assert not p.grad.is_contiguous()
+    assert opt.scale.item() > 0
+
+
+def test_sparse_gradients_are_refused_before_anything_is_changed() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    dense = torch.ones(2, requires_grad=True)
+    opt = mechanize(torch.optim.SGD([dense, *embedding.parameters()], lr=1.0))
+    before = everything(opt)
+    embedding(torch.tensor([1])).sum().backward()
+    filled([dense])
+    with pytest.raises(ValueError, match=r"sparse .* Use sparse=False in the embedding, or p.grad.to_dense\(\)"):
+        opt.step()
+    assert not differences(before, everything(opt))
+
+
+def test_a_parameter_of_another_shape_is_refused_before_anything_is_changed() -> None:
+    p = torch.ones(6, requires_grad=True)
+    opt = mechanize(torch.optim.SGD([p], lr=1.0))
+    filled([p])
+    opt.step()
+    p.data, p.grad = torch.ones(9), torch.ones(9)
+    before = everything(opt)
+    with pytest.raises(ValueError, match=r"shape \(6,\) where the parameter has shape \(9,\).* Build a new optimizer"):
+        opt.step()
+    assert not differences(before, everything(opt))
+
+
+def convolution(memory_format: torch.memory_format) -> nn.Conv2d:
+    torch.manual_seed(0)
+    return nn.Conv2d(3, 4, 3).to(memory_format=memory_format)  # type: ignore[call-overload]
+
+
+def fit(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> None:
+    generator = torch.Generator().manual_seed(steps)
+    x, y = torch.randn(8, 3, 6, 6, generator=generator), torch.randn(8, 4, 4, 4, generator=generator)
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        opt.zero_grad()
+        (model(x.to(dtype)) - y).square().mean().backward()
+        opt.step()
+
+
+FORMATS = torch.contiguous_format, torch.channels_last
+
+
+CONVOLVED: dict[str, Build] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
+    "Lion": Lion,
+}
+
+
+@pytest.mark.parametrize("how", ["in place", "checkpoint"])
+@pytest.mark.parametrize(("first", "then"), [FORMATS, FORMATS[::-1]], ids=["to channels last", "to contiguous"])
+@pytest.mark.parametrize("base", CONVOLVED)
+def test_weights_may_change_their_memory_format(base: str, first: Any, then: Any, how: str) -> None:
+    """Moments and delta kept the old order, and were walked as flat memory beside weights in the new one."""
+    ends = []
+    for later in (first, then):
+        model = convolution(first)
+        opt = mechanize(CONVOLVED[base](model.parameters()))
+        fit(model, opt, 15)
+        if how == "in place":
+            model.to(memory_format=later)  # type: ignore[call-overload]
+        else:
+            saved, weights = copy.deepcopy((opt.state_dict(), model.state_dict()))
+            model = convolution(later)
+            model.load_state_dict(weights)
+            opt = mechanize(CONVOLVED[base](model.parameters()))
+            opt.load_state_dict(saved)
+        fit(model, opt, 16)
+        assert model.weight.is_contiguous(memory_format=later)
+        assert opt.state[model.weight][DELTA].stride() == model.weight.stride()
+        ends.append(model.weight.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("to", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_weights_may_change_their_dtype_where_the_base_lets_them(momentum: float, to: torch.dtype) -> None:
+    """delta stayed in float32 beside float64 weights, and the next step raised where plain SGD goes on."""
+    model = convolution(torch.contiguous_format)
+    opt = mechanize(torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum))
+    fit(model, opt, 10)
+    model.to(to)
+    if to == torch.bfloat16 and momentum:
+        for p in model.parameters():
+            opt.state[p]["momentum_buffer"] = opt.state[p]["momentum_buffer"].to(to)
+    before = model.weight.detach().clone()
+    fit(model, opt, 1)
+    moved = (model.weight - before).abs().max()
+    assert 0 < moved < 0.05, "a jump: delta and weights do not belong together"
+    assert opt.state[model.weight][DELTA].dtype == (torch.float64 if to == torch.float64 else torch.float32)
+    fit(model, opt, 10)
+    assert model.weight.isfinite().all()
+
+
+SHARED: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "the same": lambda x: [x, x],
+    "overlapping": lambda x: [x[:6], x[4:]],
+    "a column of it": lambda x: [x.view(2, 5), x.view(2, 5)[:, 1]],
+}
+
+
+@pytest.mark.parametrize("views", SHARED.values(), ids=SHARED)
+def test_parameters_over_the_same_memory_are_refused(views: Callable[[Tensor], list[Tensor]]) -> None:
+    """Each took the other's update for its own as well, and the weights came out wrong."""
+    memory = torch.arange(10.0)
+    params = [nn.Parameter(view) for view in views(memory)]
+    opt = mechanize(torch.optim.SGD(params, lr=0.1))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"shares memory with another one .* use one Parameter in both places"):
+        opt.step()
+    assert torch.equal(memory, torch.arange(10.0))
+
+
+def test_parameters_that_share_a_storage_but_no_element_train_as_apart() -> None:
+    ends = []
+    for clone in (False, True):
+        memory = torch.arange(12.0).view(3, 4)
+        views = [memory[:, ::2], memory[:, 1::2]]
+        params = [nn.Parameter(view.clone() if clone else view) for view in views]
+        opt = mechanize(torch.optim.SGD(params, lr=0.1))
+        for _ in range(10):
+            for p in params:
+                p.grad = p.detach().clone()
+            opt.step()
+        ends.append([p.detach() for p in params])
+    torch.testing.assert_close(ends[0], ends[1])
+    assert (ends[0][1] < torch.arange(12.0).view(3, 4)[:, 1::2]).all()
+
+
+def test_memory_can_be_estimated_with_fake_tensors() -> None:
+    """A tuner without data cannot be written into the param groups: mechanize() raised."""
+    with FakeTensorMode():
+        model = nn.Linear(4, 3)
+        opt = mechanize(torch.optim.AdamW(model.parameters()))
+        for _ in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+            opt.step()
+            kept = [set(opt.state[p]) for p in model.parameters()]
+            assert kept == [{"step", "exp_avg", "exp_avg_sq", DELTA}] * 2
