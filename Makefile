@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --n
 help:
 	@echo 'make test     the whole suite, on two cores; more by WORKERS=4'
 	@echo 'make test-fast'
-	@echo '              what needs neither a framework, nor ranks, nor long'
+	@echo '              the core alone, for the inner loop: no frameworks, no ranks, nothing slow'
 	@echo 'make test-long'
 	@echo '              random training loops, other ones each time, for an hour'
 	@echo 'make test-outside'
