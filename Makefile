@@ -11,17 +11,19 @@ export MKL_NUM_THREADS ?= 1
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
 
-.PHONY: help install test test-fast test-long test-outside lint format demo docs clean
+.PHONY: help install test test-fast test-long test-outside test-programs lint format demo docs clean
 
 help:
 	@echo 'make test     the whole suite, on two cores; more by WORKERS=4'
 	@echo 'make test-fast'
-	@echo '              what needs neither a framework, nor ranks, nor long'
+	@echo '              the core alone, for the inner loop: no frameworks, no ranks, nothing slow'
 	@echo 'make test-long'
 	@echo '              random training loops, other ones each time, for an hour'
 	@echo 'make test-outside'
 	@echo '              the test suites of pytorch_optimizer, torch, Lightning and transformers, mechanized; the last'
 	@echo '              three from checkouts: TORCH=path LIGHTNING=path TRANSFORMERS=path; options by ARGS="--only torch"'
+	@echo 'make test-programs'
+	@echo '              the programs of docs/programs.md, installed by pip into .programs/; one by ARGS="--only litgpt"'
 	@echo 'make lint     ruff and mypy --strict'
 	@echo 'make format   let ruff rewrite the files'
 	@echo 'make demo     a first training run: a table and a picture; options by ARGS="--steps 200"'
@@ -56,6 +58,10 @@ test-outside: $(INSTALLED)
 	$(BIN)/python tests/outside/run.py $(if $(TORCH),--torch $(TORCH)) $(if $(LIGHTNING),--lightning $(LIGHTNING)) \
 		$(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) $(ARGS)
 
+# Not a part of CI: it installs every program.
+test-programs: $(INSTALLED)
+	$(BIN)/python tests/programs/run.py $(ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -75,4 +81,4 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide warnings from --strict
 
 clean:
-	rm -rf $(VENV) .outside dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .outside .programs dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, overload
+import inspect
+from typing import Any, overload
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.leaving import filled
 from mechanic_plugins.classes import Mechanized, class_with, wrap
-from mechanic_plugins.core.settings import Preset, Rule, Scope, Settings, check_max_grad_norm
+from mechanic_plugins.core.groups import release
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.passes.planner import Backend, check_backend
+from mechanic_plugins.options import Options, configured, parameters
 
 __all__ = ["Options", "chain", "demechanize", "find", "mechanize", "unwrap"]
-
-
-class Options(TypedDict, total=False):
-    """The keywords of `mechanize`, for those who pass them on."""
-
-    betas: Sequence[float]
-    s_init: float | Literal["auto"] | None
-    first_move: float | None
-    s_decay: float | None
-    eps: float | None
-    rule: Rule | None
-    preset: Preset | None
-    normalize_lr: bool
-    smoothing: float | None
-    hindsight: float | None
-    own_warmup: bool | None
-    scope: Scope
-    max_scale: float | None
-    max_grad_norm: float | None
-    group: dist.ProcessGroup | None
-    sync_replicas: bool
-    backend: Backend
 
 
 @overload
@@ -46,33 +23,15 @@ def mechanize(optimizer: Optimizer, **options: Unpack[Options]) -> MechanicOptim
 @overload
 def mechanize(optimizer: type[Optimizer], **options: Unpack[Options]) -> type[Mechanized]: ...
 def mechanize(
-    optimizer: Optimizer | type[Optimizer],
-    *,
-    betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999),
-    s_init: float | Literal["auto"] | None = None,
-    first_move: float | None = None,
-    s_decay: float | None = None,
-    eps: float | None = None,
-    rule: Rule | None = None,
-    preset: Preset | None = None,
-    normalize_lr: bool = True,
-    smoothing: float | None = None,
-    hindsight: float | None = None,
-    own_warmup: bool | None = None,
-    scope: Scope = "all",
-    max_scale: float | None = None,
-    max_grad_norm: float | None = None,
-    group: dist.ProcessGroup | None = None,
-    sync_replicas: bool = False,
-    backend: Backend = "auto",
+    optimizer: Optimizer | type[Optimizer], **options: Unpack[Options]
 ) -> MechanicOptimizer | type[Mechanized]:
     """Wraps an optimizer so that the scale of its learning rate is learned while it trains.
 
         opt = mechanize(torch.optim.AdamW(model.parameters()))           # an instance
         opt = mechanize(torch.optim.AdamW, s_decay=0.0)(model.parameters())  # a class
 
-    What comes out is a `MechanicOptimizer`, or a subclass of it, which has the base in its name (`MechanicAdamW`) and
-    a class the base's own constructor.
+    What comes out is a `MechanicOptimizer`, or a subclass of it, which has the base in its name (`MechanicAdamW`). A
+    class is built with the base's own arguments, and takes these options too.
 
     The base's lr, weight decay and schedule keep their meaning: the learning rate in force is `scale * lr`. What is
     left None has the value in brackets, or the preset's.
@@ -105,28 +64,13 @@ def mechanize(
         ValueError: A value is out of range, or the optimizer cannot be mechanized.
         TypeError: Not an optimizer.
     """
-    settings = Settings.from_preset(
-        preset,
-        betas=betas,
-        s_init=s_init,
-        first_move=first_move,
-        s_decay=s_decay,
-        eps=eps,
-        rule=rule,
-        normalize_lr=normalize_lr,
-        smoothing=smoothing,
-        hindsight=hindsight,
-        own_warmup=own_warmup,
-        scope=scope,
-        max_scale=max_scale,
-    )
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        check_backend(backend)
-        check_max_grad_norm(max_grad_norm)
-        return class_with(optimizer, settings, sync_replicas, backend, group, max_grad_norm)
-    return wrap(
-        optimizer, settings, group=group, sync_replicas=sync_replicas, backend=backend, max_grad_norm=max_grad_norm
-    )
+        return class_with(optimizer, options)
+    return wrap(optimizer, **configured(options))
+
+
+_optimizer = inspect.Parameter("optimizer", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+mechanize.__signature__ = inspect.Signature((_optimizer, *parameters()))  # type: ignore[attr-defined]
 
 
 def unwrap(optimizer: Any) -> MechanicOptimizer:
@@ -192,4 +136,5 @@ def demechanize(optimizer: Any) -> Optimizer:
             if group.get(key) is not None:
                 group[key] = group[key] * scale
     checkpoint.strip(mechanic.param_groups, mechanic.state)
+    release(mechanic.param_groups)
     return mechanic.base

@@ -1,23 +1,27 @@
 """A class for every base: `MechanicAdamW` around AdamW.
 
 Frameworks, monitors and logs tell optimizers apart by their class, and many build one themselves from a class, after a
-look at its signature. The classes are made when they are wanted. Pickles name the base and make its class again.
+look at its signature. The classes are made on demand; pickles name the base and make its class again.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
+import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-import torch.distributed as dist
+import torch
 from torch.optim import Optimizer
 
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.passes.planner import Backend
+from mechanic_plugins.options import Options, configured, hint, parameters
+from mechanic_plugins.passes.planner import Backend, check_backend
 
 __all__ = ["Mechanized", "class_around", "class_with", "wrap"]
 
@@ -52,48 +56,129 @@ def class_around(base: type[Optimizer]) -> type[MechanicOptimizer]:
 
 
 class Mechanized(MechanicOptimizer):
-    """What every `mechanize(AdamW, ...)` is a subclass of: built with the base's own arguments."""
+    """What every `mechanize(AdamW, ...)` is a subclass of: built with the base's own arguments, then Mechanic's."""
 
     base_class: ClassVar[type[Optimizer]]
+    options: ClassVar[Options]
+    """Those that the constructor takes for granted."""
+    constructor: ClassVar[_Constructor]
+    settings: Settings
+    backend: Backend
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(
-            self.base_class(*args, **kwargs),
-            self.settings,
-            group=self.group,
-            sync_replicas=self.sync_replicas,
-            backend=self.backend,
-            max_grad_norm=self.max_grad_norm,
+        kwargs, options = self.constructor.parted(type(self).__name__, args, kwargs)
+        wrapping = configured({**self.options, **options})  # before the base is built: nothing is left half done
+        super().__init__(self.base_class(*args, **kwargs), **wrapping)
+
+
+@dataclass(frozen=True)
+class _Constructor:
+    """The base's own arguments, and Mechanic's options behind them."""
+
+    signature: inspect.Signature
+    options: dict[str, str]
+    """By the names that they have in the signature."""
+    lr: float | None
+    """The default for an lr that the base takes, in the place of its own."""
+
+    @classmethod
+    def of(cls, base: type[Optimizer], options: Options, lr: float | None) -> _Constructor:
+        own = list(_own_parameters(base))
+        taken = {p.name for p in own}
+        if lr is not None and "lr" in taken:
+            own = [p.replace(default=lr) if p.name == "lr" else p for p in own]
+        names = {_shown(p.name, taken): p.name for p in parameters()}
+        ours = [p.replace(name=_shown(p.name, taken), default=options.get(p.name, p.default)) for p in parameters()]
+        end = [p for p in own if p.kind is p.VAR_KEYWORD]
+        kept = [p for p in own if p.kind is not p.VAR_KEYWORD]
+        return cls(
+            inspect.Signature([*kept, *ours, *end], return_annotation=None), names, lr if "lr" in taken else None
         )
 
+    def parted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The base's keywords, and Mechanic's options.
 
-def class_with(
-    base: type[Optimizer],
-    settings: Settings,
-    sync_replicas: bool = False,
-    backend: Backend = "auto",
-    group: dist.ProcessGroup | None = None,
-    max_grad_norm: float | None = None,
-) -> type[Mechanized]:
-    """A class with the base's constructor whose instances have these settings. A process group has no pickle."""
+        Raises:
+            TypeError: An argument that the signature has not got, or something else in the parameters' place.
+        """
+        if args:
+            _refuse_other_than_params(name, args[0])
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = next((key for key in kwargs if key not in self.signature.parameters), None)
+            raise TypeError(
+                f"{name}() {error}" + (hint(unknown, self.signature.parameters) if unknown else ".")
+            ) from None
+        options = {option: kwargs[shown] for shown, option in self.options.items() if shown in kwargs}
+        theirs = {key: value for key, value in kwargs.items() if key not in self.options}
+        if self.lr is not None and "lr" not in bound.arguments:
+            theirs["lr"] = self.lr
+        return theirs, options
+
+
+def _own_parameters(base: type[Optimizer]) -> list[inspect.Parameter]:
+    """Of the constructor, with types that can be read outside the base's module, where all of them can be."""
+    try:
+        hints = typing.get_type_hints(base.__init__)
+    except NameError:  # imported for type checkers only
+        hints = {}
+    own = inspect.signature(base).parameters.values()
+    return [p.replace(annotation=hints.get(p.name, p.annotation)) for p in own]
+
+
+def _shown(option: str, taken: set[str]) -> str:
+    return f"mechanic_{option}" if option in taken else option
+
+
+def _refuse_other_than_params(name: str, params: Any) -> None:
+    if isinstance(params, Optimizer):
+        raise TypeError(
+            f"{name}() builds its own optimizer and takes parameters, got {type(params).__name__}: "
+            "mechanize(optimizer) is for one that is built already."
+        )
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(f"{name}() takes parameters, got the module {type(params).__name__}: write model.parameters().")
+
+
+def class_with(base: type[Optimizer], options: Options, lr: float | None = None, **entries: Any) -> type[Mechanized]:
+    """A class that is built with the base's own arguments, then Mechanic's.
+
+    Args:
+        base: Its instances are wrapped.
+        options: The defaults for Mechanic's. A process group among them is not pickled with the class.
+        lr: The default in the place of the base's.
+        entries: `__module__` and `__qualname__`, where a module holds the class.
+    """
+    parent, constructor, wrapping = class_around(base), _Constructor.of(base, options, lr), configured(options)
+    check_backend(wrapping.get("backend", "auto"))
+    portable = {name: value for name, value in options.items() if name != "group"}
+    made: type[Mechanized] = _made(
+        base,
+        (Mechanized, parent),
+        __init__=_shows(constructor.signature, base),
+        base_class=base,
+        options=options,
+        constructor=constructor,
+        **{"settings": wrapping["settings"], **(entries or {"_recipe": (class_with, (base, portable, lr))})},
+    )
+    return made
+
+
+def _shows(signature: inspect.Signature, base: type[Optimizer]) -> Callable[..., None]:
+    """A constructor with this signature, for those who look before they call."""
 
     @functools.wraps(base.__init__)
     def __init__(self: Mechanized, *args: Any, **kwargs: Any) -> None:  # noqa: N807  a method, made here
         Mechanized.__init__(self, *args, **kwargs)
 
-    made: type[Mechanized] = _made(
-        base,
-        (Mechanized, class_around(base)),
-        _recipe=(class_with, (base, settings, sync_replicas, backend, None, max_grad_norm)),
-        __init__=__init__,
-        base_class=base,
-        settings=settings,
-        sync_replicas=sync_replicas,
-        backend=backend,
-        group=group,
-        max_grad_norm=max_grad_norm,
-    )
-    return made
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    __init__.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])  # type: ignore[attr-defined]
+    __init__.__annotations__ = {
+        p.name: p.annotation for p in signature.parameters.values() if p.annotation is not p.empty
+    } | {"return": None}
+    del __init__.__wrapped__  # readers of source code would follow it to the base's
+    return __init__
 
 
 def wrap(base: Optimizer, settings: Settings, **options: Any) -> MechanicOptimizer:
@@ -105,4 +190,5 @@ def _made(base: type[Optimizer], parents: tuple[type, ...], **entries: Any) -> A
     """In the base's module: transformers looks for "bitsandbytes" in the text of a class."""
     name = f"Mechanic{base.__name__}"
     doc = f"{base.__name__} with the scale of its learning rate learned by Mechanic."
-    return _Made(name, parents, {"__module__": base.__module__, "__qualname__": name, "__doc__": doc, **entries})
+    own = {"__module__": base.__module__, "__qualname__": name, "__doc__": doc, **entries}
+    return _Made(own["__qualname__"], parents, own)

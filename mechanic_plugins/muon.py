@@ -63,6 +63,26 @@ class MuonWithAdamW(Optimizer):
         groups = [half for group in _as_groups(params) for half in _split(group, others, halves)]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """A group of matrices or one of all else, with the settings of the half that it joins.
+
+        Raises:
+            ValueError: Both are in it.
+        """
+        if _USE_MUON not in param_group:
+            halves = list(_split(_as_groups([param_group])[0], set(), {True: {}, False: {}}))
+            if len(halves) > 1:
+                raise ValueError(
+                    "a param group that is added to Muon must hold matrices alone or none, got both: add two groups."
+                )
+            param_group = {**self._settings_of(halves[0][_USE_MUON]), **halves[0]}
+        super().add_param_group(param_group)
+
+    def _settings_of(self, use_muon: bool) -> dict[str, Any]:
+        known = next((group for group in self.param_groups if group[_USE_MUON] is use_muon), None)
+        settings = (_muon() if use_muon else _adamw()).defaults if known is None else known
+        return {k: v for k, v in settings.items() if k not in self.defaults and k not in ("params", "param_names")}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -107,16 +127,22 @@ def _adamw() -> Any:
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
     entries: list[Any] = list(params)
     if entries and not isinstance(entries[0], dict):
-        entries = [{"params": [p[1] if isinstance(p, tuple) else p for p in entries]}]
-    return [{**entry, "params": list(entry["params"])} for entry in entries]
+        entries = [{"params": entries}]
+    return [{**entry, "params": _as_list(entry["params"])} for entry in entries]
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _split(group: dict[str, Any], others: set[int], settings: dict[bool, dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    halves: dict[bool, list[Tensor]] = {True: [], False: []}
-    for p in group.pop("params"):
+    """Names stay with their parameters, for torch to take down; a group without parameters stays one."""
+    halves: dict[bool, list[Any]] = {True: [], False: []}
+    for entry in group.pop("params"):
+        p = entry[1] if isinstance(entry, tuple) else entry
         if getattr(p, "_fsdp_flattened", False):
             raise ValueError("Muon needs whole matrices, and FSDP1 cuts them into flat pieces: use FSDP2.")
-        halves[p.ndim == 2 and id(p) not in others].append(p)
+        halves[p.ndim == 2 and id(p) not in others].append(entry)
     for use_muon, params in halves.items():
-        if params:
+        if params or not (use_muon or halves[True]):
             yield {**settings[use_muon], **group, "params": params, _USE_MUON: use_muon}

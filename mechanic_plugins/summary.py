@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mechanic_plugins.core.groups import names_of
 from mechanic_plugins.optimizer import MechanicOptimizer
 
 __all__ = [
@@ -160,7 +161,7 @@ def _final(optimizer: MechanicOptimizer) -> list[tuple[float, float]]:
 
 def group_names(optimizer: MechanicOptimizer) -> list[str]:
     """A group's own name, or `pg1` and so on, as in the logs."""
-    return [str(group.get("name", f"pg{index}")) for index, group in enumerate(optimizer.param_groups, start=1)]
+    return names_of(optimizer.param_groups)
 
 
 def peak_lr(group: dict[str, Any]) -> float:

@@ -159,7 +159,7 @@ class Part:
         self.gradients += gg > 0 and lr > 0
         if self.is_optimistic:
             share = lr / self.highest_lr if self.highest_lr > 0 else 1.0
-            self.tuner.loss_weight = 1 - 0.9 * share**0.25
+            self.tuner.loss_weight = 1 - 0.9 * math.sqrt(share)
         decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
         self.h = dg + decay
 

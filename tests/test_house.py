@@ -26,7 +26,7 @@ ROOMS = {
     "checkpoints": {"checkpoints"},
     "passes": {"passes"},
     "optimizer": {"optimizer"},
-    "interface": {"__init__", "api", "classes", "summary"},
+    "interface": {"__init__", "api", "classes", "optim", "options", "summary"},
     "plugins": {"accelerate", "deepspeed", "ds_to_universal", "hf", "lightning", "transformers"},
     "programs": {"bench", "demo", "hook", "plot", "run", "runner"},
 }

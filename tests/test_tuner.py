@@ -161,7 +161,7 @@ def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> No
 
 def test_losses_count_fully_where_the_schedule_has_ended() -> None:
     state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
-    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.5 / 16, 0.0)]
+    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.125, 0.0)]
     assert weights == pytest.approx([0.1, 0.55, 1.0])
 
 

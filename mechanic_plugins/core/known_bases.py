@@ -14,6 +14,7 @@ __all__ = [
     "check_supported",
     "ignores_a_schedule",
     "is_exact_in_16_bits",
+    "is_kind_linear_in_lr",
     "is_linear_in_lr",
     "is_torchs_own",
     "own_iterate",
@@ -44,7 +45,11 @@ _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
 
 def is_linear_in_lr(base: Optimizer) -> bool:
     """Whether the base's update is proportional to lr: it may be stepped at lr / c and its update multiplied by c."""
-    kind = type(base)
+    return is_kind_linear_in_lr(type(base))
+
+
+def is_kind_linear_in_lr(kind: type[Optimizer]) -> bool:
+    """The same, asked of the class."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     declared = bool(getattr(kind, "linear_in_lr", False))
     return declared or _is_torchs(kind, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR

@@ -45,7 +45,7 @@ def place_bets(state: TunerState, h: Tensor, bet: Tensor, settings: Settings, be
 def loss_weight(state: TunerState, lr: Tensor) -> Tensor:
     """From LOSS_WEIGHT at the schedule's peak to 1 where the learning rate has fallen to 0."""
     share = torch.where(state.lr > 0, lr / state.lr, 1.0)
-    return 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1).sqrt().sqrt()
+    return 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1).sqrt()
 
 
 def _optimistic(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float, weight: Tensor) -> Bets:

@@ -220,8 +220,8 @@ _COMBINATIONS: dict[str, tuple[tuple[str, str, Callable[[Any], bool], str], ...]
 """By rule: an option, the value it needs, the test for that value, and the rest of the message."""
 
 
-def _check_betas(betas: Sequence[float]) -> None:
-    if not isinstance(betas, (tuple, list)) or len(betas) == 0:
+def _check_betas(betas: object) -> None:
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) == 0:  # OmegaConf's are no lists
         raise ValueError(
             f"betas must be a non-empty tuple or list of numbers, got {betas!r}: each one is the discount factor of "
             "one tuner. The paper's are (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)."

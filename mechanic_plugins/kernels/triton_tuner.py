@@ -123,7 +123,7 @@ def tuner_kernel(
     rewarded = seen_h + tl.zeros_like(m)
     if RULE == 4:
         share = tl.where(lr > 0, now / tl.where(lr > 0, lr, 1.0), 1.0)
-        weight = 1.0 - (1.0 - LOSS_WEIGHT) * tl.sqrt(tl.sqrt(tl.minimum(tl.maximum(share, 0.0), 1.0)))
+        weight = 1.0 - (1.0 - LOSS_WEIGHT) * tl.sqrt(tl.minimum(tl.maximum(share, 0.0), 1.0))
         usual = USUAL_LOSS * tl.max(tl.where(inside, m, 0.0))
         loss = weight * tl.minimum(rewarded, usual) + tl.maximum(rewarded - usual, 0.0)
         rewarded = tl.where(rewarded > 0, loss, rewarded)

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.checkpoints.state import strip
 from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.lightning.checks import DEEPSPEED, is_a
 from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.options import configured
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -125,10 +127,11 @@ def is_sharded_without_mechanic(path: str | Path) -> bool:
 def _mechanized(optimizer: Any, options: Options, known: Sequence[MechanicOptimizer]) -> Optimizer:
     optimizer = _without_proxy(optimizer)
     if isinstance(optimizer, MechanicOptimizer):
-        if not any(optimizer is mine for mine in known):
+        has_settings = configured(options)["settings"] != Settings()
+        if has_settings and not any(optimizer is mine for mine in known):
             rank_zero_warn(
                 "configure_optimizers returned a mechanized optimizer, so the Mechanic callback's settings are "
-                "ignored. Use either mechanize() or the callback."
+                "ignored. Pass them to the optimizer, and use Mechanic() for the logs."
             )
         return optimizer
     if _is_no_optimizer(optimizer):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mechanic_plugins.core.groups import names_of
 from mechanic_plugins.lightning.packages import rank_zero_info, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.summary import TOO_SHORT, ScaleHistory, is_still_rising, report
@@ -38,7 +39,7 @@ def metrics(optimizers: Sequence[MechanicOptimizer]) -> dict[str, Tensor]:
         logged[f"mechanic/scale{suffix}"] = optimizer.scale.detach()
         logged[f"mechanic/effective_lr{suffix}"] = lrs[0] if len(lrs) == 1 else torch.stack(lrs).max()
         if len(lrs) > 1:
-            names = [group.get("name", f"pg{i}") for i, group in enumerate(optimizer.param_groups, start=1)]
+            names = names_of(optimizer.param_groups)
             logged |= {f"mechanic/effective_lr{suffix}/{name}": lr for name, lr in zip(names, lrs, strict=True)}
             if optimizer.settings.scope == "group":
                 logged |= {f"mechanic/scale{suffix}/{name}": s for name, s in zip(names, scales, strict=True)}

@@ -13,6 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.format import holds_tuner
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.groups import Owner, show_scales
 from mechanic_plugins.core.param_state import DELTA, PREFIX
 from mechanic_plugins.core.settings import Settings, check_max_grad_norm
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
@@ -92,6 +94,9 @@ class Wrapper(Optimizer):
         for name in _HOOKS:
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
         self._patch_step_function()
+        self._itself: Owner = ref(self)
+        """Lightning's and Fabric's proxies run these methods with another `self`."""
+        show_scales(self.param_groups, self._itself)
 
     # ---------------------------------------------------------------- what belongs to the base
 
@@ -131,6 +136,7 @@ class Wrapper(Optimizer):
         """The new parameters start with delta = 0; with `scope="group"` they get a tuner of their own."""
         progress = self._progress
         self.base.add_param_group(param_group)
+        show_scales(self.param_groups, self._itself)
         if self.settings.scope == "group":
             progress.add_tuner(self.settings)
         self._write(progress)
@@ -262,6 +268,7 @@ class Wrapper(Optimizer):
         checkpoint.check(state_dict, self.param_groups, self.settings)
         plain, ours = checkpoint.split(state_dict)
         self.base.load_state_dict(plain)
+        show_scales(self.param_groups, self._itself)
         ids = (i for group in plain["param_groups"] for i in group["params"])
         checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state)
         self._live = self._dry_state = self._last_lrs = None

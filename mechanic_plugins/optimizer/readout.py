@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.checkpoints.state import Progress
+from mechanic_plugins.core.groups import average, names_of
 from mechanic_plugins.core.tuner_state import gradient_norm
 from mechanic_plugins.optimizer.interface import Wrapper
 
@@ -55,12 +56,27 @@ class Readout(Wrapper):
         """
         return [s * float(lr) for s, lr in zip(self.scales.tolist(), self.lrs, strict=True)]
 
+    def get_avg_learning_rate(self) -> float:
+        """The mean of `effective_lrs` over all weights, under the name that ai-toolkit looks for.
+
+        Synchronises with the device.
+        """
+        return average(self.effective_lrs, self.param_groups)
+
     @property
     def lrs(self) -> list[float | Tensor]:
         """For each group the lr of the last step, which a scheduler may have changed since; 1 for a base without."""
         noted = self._last_lrs or []
         lrs = noted + [group.get("lr") for group in self.param_groups[len(noted) :]]
         return [1.0 if lr is None else lr for lr in lrs]
+
+    @property
+    def tuner(self) -> Tuner:
+        """The tuner's vectors, in units of the base's own learning rate."""
+        state, unit = self._progress.tuner, self._units.of_delta(self._progress)
+        vectors = (state.s / unit, state.r, state.m * unit, state.v * unit**2)
+        s, r, m, v = vectors if self.settings.scope == "group" else (t[0] for t in vectors)
+        return Tuner(s, r, m, v, self._progress.steps)
 
     @property
     def grad_norm(self) -> Tensor:
@@ -71,14 +87,6 @@ class Readout(Wrapper):
         sums = self._last.get("sums")
         return torch.zeros_like(self._progress.steps) if sums is None else gradient_norm(sums)
 
-    @property
-    def tuner(self) -> Tuner:
-        """The tuner's vectors, in units of the base's own learning rate."""
-        state, unit = self._progress.tuner, self._units.of_delta(self._progress)
-        vectors = (state.s / unit, state.r, state.m * unit, state.v * unit**2)
-        s, r, m, v = vectors if self.settings.scope == "group" else (t[0] for t in vectors)
-        return Tuner(s, r, m, v, self._progress.steps)
-
     def metrics(self) -> dict[str, float]:
         """What to log, as python floats. Synchronises with the device once."""
         progress, unit = self._progress, self._units.of_delta(self._progress)
@@ -88,14 +96,13 @@ class Readout(Wrapper):
         scales, h, (steps, skipped, norm) = packed[: len(self.scales)], packed[len(self.scales) : -3], packed[-3:]
         lrs = self.effective_lrs
         metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
+        metrics["mechanic/grad_norm"] = norm
         if len(self.param_groups) > 1:
-            for index, group in enumerate(self.param_groups):
-                name = group.get("name", f"pg{index + 1}")
+            for index, name in enumerate(names_of(self.param_groups)):
                 metrics[f"mechanic/scale/{name}"] = scales[index]
                 metrics[f"mechanic/effective_lr/{name}"] = lrs[index]
         if skipped:
             self._warn_of_skips(progress)
-        metrics["mechanic/grad_norm"] = norm
         return {**metrics, "mechanic/steps": steps, "mechanic/skipped_steps": skipped}
 
     def _warn_of_skips(self, progress: Progress) -> None:

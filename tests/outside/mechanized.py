@@ -76,8 +76,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which says what is an xfail
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
+    is_refused = call.excinfo is not None and call.excinfo.errisinstance(pytest.xfail.Exception)
     is_xfail = call.excinfo is not None and hasattr(report, "wasxfail")
-    if is_xfail and item.stash.get(ERROR, "") not in str(call.excinfo.value):
+    if is_xfail and not is_refused and item.stash.get(ERROR, "") not in str(call.excinfo.value):
         del report.wasxfail
         report.outcome = "failed"
     return report

@@ -52,7 +52,7 @@ BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "adafactor": adafactor,
     "lion": lion,
-    "muon": muon,
+    **({"muon": muon} if hasattr(torch.optim, "Muon") else {}),  # torch >= 2.9
 }
 
 

@@ -1,0 +1,82 @@
+"""Param groups as people and programs look at them: by their names, and for the scale under the key "d"."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["LiveGroup", "Owner", "average", "names_of", "release", "show_scales"]
+
+Group = dict[str, Any]
+
+
+class Scaled(Protocol):
+    """An optimizer with a learned factor for each of its groups."""
+
+    @property
+    def param_groups(self) -> list[Group]: ...
+    @property
+    def scales(self) -> Tensor: ...
+
+
+Owner = Callable[[], Scaled | None]
+"""A weak reference: models are freed without a collection."""
+
+
+class LiveGroup(Group):
+    """A param group that answers to "d" with its scale, as Prodigy's and D-Adaptation's do.
+
+    Diffusion trainers log it from there. It is not an entry: state dicts and copies have none. A base that has a "d" of
+    its own, as Adafactor, keeps it.
+    """
+
+    owner: Owner | None = None
+
+    def __missing__(self, key: str) -> float:
+        optimizer = self.owner() if key == "d" and self.owner is not None else None
+        if optimizer is not None:
+            for group, scale in zip(optimizer.param_groups, optimizer.scales.tolist(), strict=True):
+                if group is self:
+                    return float(scale)
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copies and pickles are plain dicts."""
+        return dict, (dict(self),)
+
+
+def show_scales(groups: list[Group], owner: Owner) -> None:
+    """Lets the optimizer's groups answer to "d". Idempotent."""
+    for index, group in enumerate(groups):
+        live = group if isinstance(group, LiveGroup) else LiveGroup(group)
+        live.owner = owner
+        groups[index] = live
+
+
+def release(groups: Sequence[Group]) -> None:
+    """Without Mechanic there is no "d"."""
+    for group in groups:
+        if isinstance(group, LiveGroup):
+            group.owner = None
+
+
+def names_of(groups: Sequence[Group]) -> list[str]:
+    """Each group's "name", or pg1, pg2 where it has none, or one that another group has too."""
+    given = [group.get("name") for group in groups]
+    count = Counter(given)
+    return [f"pg{place}" if name is None or count[name] > 1 else str(name) for place, name in enumerate(given, start=1)]
+
+
+def average(values: Sequence[float], groups: Sequence[Group]) -> float:
+    """The mean over all weights, given a value for each group."""
+    sizes: list[int] = [sum(p.numel() for p in group["params"]) for group in groups]
+    return sum(value * size for value, size in zip(values, sizes, strict=True)) / max(sum(sizes), 1)

@@ -1,0 +1,216 @@
+"""Programs that build their optimizer from a class or its dotted name, each through its own loader."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from mechanic_plugins import MechanicOptimizer, optim, unwrap
+
+NAME = "mechanic_plugins.optim.AdamW"
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def data() -> DataLoader[Any]:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+
+
+def train(net: torch.nn.Module, opt: Any, epochs: int = 4) -> list[float]:
+    losses = []
+    for _ in range(epochs):
+        for x, y in data():
+            loss = torch.nn.functional.mse_loss(net(x), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def assert_trains(net: torch.nn.Module, opt: Any) -> MechanicOptimizer:
+    """It is of our class, learns, and ends where a loop without the program ends."""
+    mechanic = unwrap(opt)
+    lrs, decays = zip(*[(g["lr"], g["weight_decay"]) for g in mechanic.param_groups], strict=True)
+    losses = train(net, opt)
+    twin = model()
+    alone = optim.AdamW(twin.parameters(), lr=lrs[0], weight_decay=decays[0], scope=mechanic.settings.scope)
+    assert losses == pytest.approx(train(twin, alone), rel=1e-5)
+    assert losses[-1] < losses[0]
+    assert mechanic.scale > 0
+    return mechanic
+
+
+# -------------------------------------------------------------------- Lightning
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("scheduler", [False, True])
+def test_lightning_cli_by_name(package: str, scheduler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pl = pytest.importorskip("lightning.pytorch" if package == "lightning" else package)
+    pytest.importorskip("jsonargparse")
+    cli_module = pytest.importorskip(f"{pl.__name__}.cli")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def training_step(self, batch: Any) -> Any:
+            return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def train_dataloader(self) -> Any:
+            return data()
+
+    arguments = [
+        "fit",
+        f"--optimizer={NAME}",
+        "--optimizer.weight_decay=0.1",
+        "--optimizer.s_decay=0.01",
+        "--optimizer.mechanic_betas=[0.9,0.99]",
+        "--optimizer.scope=group",
+        "--trainer.callbacks+=mechanic_plugins.lightning.Mechanic",
+        "--trainer.max_epochs=20",
+        "--trainer.accelerator=cpu",
+        "--trainer.logger=false",
+        "--trainer.enable_checkpointing=false",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+    ]
+    if scheduler:
+        arguments += ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=20"]
+    cli = cli_module.LightningCLI(Module, args=arguments, save_config_callback=None, seed_everything_default=0)
+    opt = unwrap(cli.trainer.optimizers[0])
+    assert type(opt) is optim.AdamW
+    assert (opt.settings.s_decay, opt.settings.betas, opt.settings.scope) == (0.01, (0.9, 0.99), "group")
+    assert (opt.param_groups[0]["weight_decay"], opt.param_groups[0].get("initial_lr", 1.0)) == (0.1, 1.0)
+    assert opt.scale > 0
+    assert cli.trainer.callback_metrics["mechanic/scale"] == opt.scale  # the callback found it, and added nothing to it
+    with pytest.raises(SystemExit):
+        cli_module.LightningCLI(Module, args=[*arguments, "--optimizer.s_dekay=1"], save_config_callback=None)
+
+
+def test_fabric() -> None:
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    net = model()
+    net_on_it, opt = fabric.setup(net, optim.AdamW(net.parameters()))
+    for x, y in fabric.setup_dataloaders(data()):
+        fabric.backward(torch.nn.functional.mse_loss(net_on_it(x), y))
+        opt.step()
+        opt.zero_grad()
+    assert unwrap(opt).scale > 0
+    assert opt.param_groups[0]["d"] == unwrap(opt).scale.item()
+
+
+# -------------------------------------------------------------------- loaders
+
+
+def test_litgpt() -> None:
+    utils = pytest.importorskip("litgpt.utils")
+    config = {"class_path": NAME, "init_args": {"weight_decay": 0.1, "mechanic_betas": [0.9, 0.99]}}
+    net = model()
+    opt = utils.instantiate_torch_optimizer(config, net.parameters(), fused=False)  # as its pretrain and finetune do
+    assert type(opt) is optim.AdamW
+    assert (opt.param_groups[0]["fused"], opt.settings.betas) == (False, (0.9, 0.99))
+    net = model()
+    assert_trains(net, utils.instantiate_torch_optimizer(NAME, net.parameters(), nobodys=3))
+
+
+def test_torchtune() -> None:
+    config = pytest.importorskip("torchtune.config")
+    omegaconf = pytest.importorskip("omegaconf")
+    net = model()
+    yaml = omegaconf.OmegaConf.create({"_component_": NAME, "lr": 1.0, "weight_decay": 0.1, "scope": "all"})
+    assert_trains(net, config.instantiate(yaml, net.parameters()))
+
+
+def test_hydra() -> None:
+    hydra = pytest.importorskip("hydra.utils")
+    net = model()
+    assert_trains(net, hydra.instantiate({"_target_": NAME, "weight_decay": 0.1}, params=net.parameters()))
+    net = model()
+    partial = hydra.instantiate({"_target_": NAME, "_partial_": True, "scope": "all", "mechanic_betas": [0.9, 0.99]})
+    assert partial(net.parameters()).settings.betas == (0.9, 0.99)
+    assert hydra.get_class(NAME) is optim.AdamW
+
+
+def test_timm() -> None:
+    timm = pytest.importorskip("timm.optim")
+    from timm.optim._optim_factory import default_registry
+
+    default_registry.register(timm.OptimInfo(name="mechanicadamw", opt_class=NAME, has_betas=True))
+    net = model()
+    opt = timm.create_optimizer_v2(net, opt="mechanicadamw", lr=1.0, weight_decay=0.1, scope="group")
+    assert type(opt) is optim.AdamW
+    assert [group["weight_decay"] for group in opt.param_groups] == [0.0, 0.1]  # biases have none
+    losses = train(net, opt)
+    assert losses[-1] < losses[0]
+    assert min(opt.scales) > 0
+    with pytest.raises(
+        TypeError, match=r"AdamW\(\) got an unexpected keyword argument 's_dekay': did you mean 's_decay'"
+    ):
+        timm.create_optimizer_v2(net, opt="mechanicadamw", s_dekay=1)
+
+
+def test_mmengine() -> None:
+    pytest.importorskip("mmengine")
+    from mmengine.optim import build_optim_wrapper
+    from mmengine.registry import OPTIMIZERS
+
+    OPTIMIZERS.register_module(name="MechanicAdamW", module=optim.AdamW, force=True)
+    net = model()
+    optimizer = {"type": "MechanicAdamW", "lr": 1.0, "weight_decay": 0.1}
+    config = {"type": "OptimWrapper", "optimizer": optimizer}
+    wrapper = build_optim_wrapper(net, config)
+    assert_trains(net, wrapper)
+    heads = {"custom_keys": {"0": {"lr_mult": 0.1}}}
+    scaled = build_optim_wrapper(model(), {**config, "paramwise_cfg": heads})
+    assert {group["lr"] for group in scaled.optimizer.param_groups} == {0.1, 1.0}
+
+
+def test_torchtitan() -> None:
+    titan = pytest.importorskip("torchtitan.components.optimizer")
+    net = model()
+    container = titan.OptimizersContainer([net], optim.AdamW, {"lr": 1.0, "weight_decay": 0.1})
+    assert type(container.optimizers[0]) is optim.AdamW
+    losses = train(net, container)
+    assert losses[-1] < losses[0]
+    saved, scale = container.state_dict(), container.optimizers[0].scale.item()
+    twin = titan.OptimizersContainer([model()], optim.AdamW, {"lr": 1.0, "weight_decay": 0.1})
+    twin.load_state_dict(saved)
+    assert twin.optimizers[0].scale.item() == scale > 0
+
+
+def test_composer() -> None:
+    composer = pytest.importorskip("composer")
+    from composer.models import ComposerModel
+
+    class Wrapped(ComposerModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def forward(self, batch: Any) -> Any:
+            return self.net(batch[0])
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return torch.nn.functional.mse_loss(outputs, batch[1])
+
+    wrapped = Wrapped()
+    opt = optim.AdamW(wrapped.parameters())
+    trainer = composer.Trainer(
+        model=wrapped, train_dataloader=data(), max_duration="3ep", optimizers=opt, device="cpu", progress_bar=False
+    )
+    trainer.fit()
+    assert trainer.state.optimizers[0] is opt
+    assert opt.scale > 0

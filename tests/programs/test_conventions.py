@@ -1,0 +1,122 @@
+"""Programs that are not run here: what each does with an optimizer's name or class, written down from its source."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_class_loaders import assert_trains, data, model
+
+from mechanic_plugins import mechanize, optim, unwrap
+
+
+def test_sd_scripts() -> None:
+    """`get_optimizer` in library/train_util.py: kohya_ss and musubi-tuner do the same."""
+    optimizer_type = "mechanic_plugins.optim.AdamW"
+    optimizer_args = ["weight_decay=0.1", "scope='group'", "mechanic_betas=(0.9,0.99)"]
+    pairs = (argument.split("=") for argument in optimizer_args)
+    kwargs = {key: ast.literal_eval(value) for key, value in pairs}
+    module, _, name = optimizer_type.rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    unet, text_encoder = model(), model()
+    groups = [{"params": text_encoder.parameters(), "lr": 0.5}, {"params": unet.parameters(), "lr": 1.0}]
+    opt = cls(groups, lr=1.0, **kwargs)
+    assert f"{cls.__module__}.{cls.__name__}" == optimizer_type  # it writes this into the model's metadata
+    assert not hasattr(opt, "train")  # it would take it for a schedule-free one
+    scheduler = torch.optim.lr_scheduler.ConstantLR(opt, factor=1.0)
+    for x, y in data():
+        (torch.nn.functional.mse_loss(unet(x), y) + torch.nn.functional.mse_loss(text_encoder(x), 3 * y)).backward()
+        opt.step()
+        scheduler.step()
+        opt.zero_grad(set_to_none=True)
+    logged = [group["d"] * group["lr"] for group in opt.param_groups]
+    assert logged == opt.effective_lrs
+    assert min(logged) > 0
+
+
+def test_ai_toolkit_and_simpletuner_read_the_learning_rate() -> None:
+    """Their lists are closed; this is what they log of an optimizer that was put in the place of one of theirs."""
+    net = model()
+    opt = mechanize(torch.optim.AdamW(net.parameters()))
+    for x, y in data():
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        opt.step()
+    assert f"{opt.get_avg_learning_rate():.1e}" == f"{opt.effective_lrs[0]:.1e}"
+    group = opt.param_groups[0]
+    assert float(group.get("d", 0.0)) * group.get("lr", 1.0) == opt.effective_lrs[0] > 0
+
+
+def test_simpletuner_passes_what_the_signature_has() -> None:
+    """helpers/training/optimizer_param.py keeps the arguments that `__init__` names."""
+    wanted = {"betas": (0.9, 0.95), "weight_decay": 0.1, "s_decay": 0.0, "d_coef": 1.0}
+    names = {name for name in inspect.signature(optim.AdamW.__init__).parameters if name != "self"}
+    opt = optim.AdamW(model().parameters(), **{key: value for key, value in wanted.items() if key in names})
+    assert (opt.param_groups[0]["betas"], opt.settings.s_decay) == ((0.9, 0.95), 0.0)
+
+
+def test_llm_foundry() -> None:
+    """Its registry reads these entry points, wants subclasses of Optimizer, and passes `params` by name."""
+    tomllib = pytest.importorskip("tomllib")
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    for name, value in settings["project"]["entry-points"]["llmfoundry_optimizers"].items():
+        cls = EntryPoint(name, value, "llmfoundry_optimizers").load()
+        assert f"mechanic_{cls.__name__.lower()}" == name
+        assert issubclass(cls, torch.optim.Optimizer)
+    net = model()
+    assert_trains(net, optim.AdamW(params=net.parameters(), lr=1.0, weight_decay=0.1))
+
+
+def test_composer_convention() -> None:
+    """Trainer(optimizers=...) asks for an Optimizer, and copies its settings into its logs."""
+    net = model()
+    opt = optim.AdamW(net.parameters())
+    assert isinstance(opt, torch.optim.Optimizer)
+    assert_trains(net, opt)
+
+
+def test_diffusers_scripts() -> None:
+    """They build `torch.optim.AdamW` in one place, and hand it to accelerate."""
+    accelerate = pytest.importorskip("accelerate")
+    net = model()
+    optimizer_cls = optim.AdamW
+    opt = optimizer_cls(net.parameters(), lr=1.0, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
+    prepared, prepared_opt = accelerate.Accelerator(cpu=True).prepare(net, opt)
+    assert unwrap(prepared_opt) is opt
+    assert_trains(prepared, prepared_opt)
+
+
+def test_nanogpt() -> None:
+    """`configure_optimizers` in model.py: two groups, and the lr is set by hand in every iteration."""
+    net = model()
+    decay = [p for p in net.parameters() if p.dim() >= 2]
+    others = [p for p in net.parameters() if p.dim() < 2]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    opt = optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95))
+    losses = []
+    for step, (x, y) in enumerate([*data()] * 4):
+        for group in opt.param_groups:
+            group["lr"] = 6e-4 * min(1.0, (step + 1) / 8)
+        loss = torch.nn.functional.mse_loss(net(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+def test_axolotl_passes_its_optimizer_on() -> None:
+    """`optimizer` and `optim_args` of its YAML become those of TrainingArguments, once a name is known there."""
+    transformers = pytest.importorskip("transformers")
+    plugin = importlib.import_module("mechanic_plugins.transformers")
+    optim_args: dict[str, Any] = {"s_decay": 0.0, "scope": "group"}
+    text = ",".join(f"{key}={value}" for key, value in optim_args.items())
+    arguments = transformers.TrainingArguments(output_dir="out", optim="mechanic_adamw", optim_args=text, use_cpu=True)
+    cls, kwargs = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments)
+    assert plugin.MechanicCallback in importlib.import_module("transformers.trainer").DEFAULT_CALLBACKS
+    assert cls(model().parameters(), **kwargs).settings.scope == "group"
