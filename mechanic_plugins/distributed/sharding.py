@@ -129,7 +129,7 @@ def align_gradients(params: Iterable[Tensor]) -> None:
 
 def _shard_counts(params: Sequence[Tensor]) -> list[int]:
     flattened = [p for p in params if getattr(p, "_fsdp_flattened", False)]
-    fsdp1 = _fsdp1_shards() if flattened else {}
+    fsdp1 = _fsdp1_shards(set(map(id, flattened))) if flattened else {}
     if any(id(p) not in fsdp1 for p in flattened):
         raise RuntimeError(
             "an FSDP parameter has no live FSDP module: build the optimizer from the parameters of the wrapped model "
@@ -151,18 +151,19 @@ def _dtensor_shards(p: Any) -> int:
     return count
 
 
-def _fsdp1_shards() -> dict[int, int]:
+def _fsdp1_shards(ids: set[int]) -> dict[int, int]:
     """Number of shards by id of the parameter. Parameters do not refer to FSDP1's handles: this scans all objects."""
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     shards = {}
     for handle in (o for o in gc.get_objects() if type(o) is FlatParamHandle):
         flat = handle.flat_param
+        held = [id(p) for p in (flat, *(flat._params or ()), *(flat._shared_params or ()))]
+        if ids.isdisjoint(held):  # another model's
+            continue
         if any(extension is not None for extension in getattr(flat, "_param_extensions", ())):
             raise RuntimeError("FSDP1 over tensor-parallel parameters is not supported: use fully_shard (FSDP2).")
-        count = handle.world_size if handle.uses_sharded_strategy else 1
-        for p in (flat, *(flat._params or ()), *(flat._shared_params or ())):
-            shards[id(p)] = count
+        shards.update(dict.fromkeys(held, handle.world_size if handle.uses_sharded_strategy else 1))
     return shards
 
 
