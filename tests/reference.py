@@ -256,7 +256,7 @@ class Reference:
         self.s_decay = s_decay
         is_ours = rule == "optimistic"
         smoothing = (0.97 if is_ours else 0.0) if smoothing is None else smoothing
-        is_sgd = is_ours and isinstance(self.base, torch.optim.SGD)
+        is_sgd = is_ours and "SGD" in type(self.base).__name__
         first_move = (5e-4 if is_sgd else 3e-3) if first_move is None else first_move
         ours = 0.3 if is_sgd else 0.15
         hindsight = (ours if is_ours else 1.0) if hindsight is None else hindsight

@@ -79,7 +79,7 @@ def test_every_family_trains(setup: Any, problem: str) -> None:
 
 
 def test_one_of_each_family_was_tried(setup: Any) -> None:
-    table, families = setup.problems(), module("problems").FAMILIES
+    table, families = setup.problems(), module("catalogue").FAMILIES
     assert {table[name].family for name in ONE_OF_EACH_FAMILY.values()} == set(ONE_OF_EACH_FAMILY)
     assert set(ONE_OF_EACH_FAMILY) == {*families["cpu"], *families["gpu"]} == {p.family for p in table.values()}
 

@@ -164,21 +164,15 @@ def _built_as(new: Any, old: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _wrapped(base: Any, kind: Any, options: str) -> Any:
-    from mechanic_plugins.api import mechanize
     from mechanic_plugins.hf.optim_args import split_optim_args
+    from mechanic_plugins.options import configured
 
     try:
-        mechanized: Any = mechanize(type(base), **split_optim_args(options)[0])
+        configuration = configured(split_optim_args(options)[0])
     except ValueError as error:
         stop(str(error).replace("optim_args", "--options"))
     optimizer = object.__new__(kind)
-    super(kind, optimizer).__init__(
-        base,
-        mechanized.settings,
-        group=mechanized.group,
-        sync_replicas=mechanized.sync_replicas,
-        backend=mechanized.backend,
-    )
+    super(kind, optimizer).__init__(base, **configuration)
     return optimizer
 
 

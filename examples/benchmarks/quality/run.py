@@ -17,8 +17,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from catalogue import FAMILIES
 from methods import METHODS, Method
-from problems import FAMILIES
 from queues import Failure, finished
 from task import Problem
 from training import Job, Setup

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from catalogue import problems
 from methods import METHODS, Method
-from problems import problems
 from task import Problem, Task
 from torch import Tensor, nn
 
