@@ -152,11 +152,11 @@ class Rounded(Reference):
 
 @functools.cache
 def allowed(row: Row, rule: str, problem: str) -> float:
-    """With hindsight below 1 a rounding stays in the weights; what Lion's sign makes of it the reference itself shows.
+    """With hindsight below 1 a rounding stays in the weights, and the default rule trains near the edge of stability.
 
-    So it does for Adafactor, which trains at the edge of stability here. Ten times that is allowed.
+    What comes of a rounding there the reference itself shows. Ten times that is allowed.
     """
-    if row.cls not in (Lion, torch.optim.Adafactor) or rule != "optimistic":
+    if rule != "optimistic":
         return TOLERANCE
     torch.manual_seed(0)
     rounded = follow(Rounded(PROBLEMS[problem].start, row.build, **options(rule)), PROBLEMS[problem].gradient)

@@ -103,7 +103,7 @@ def test_groups_that_never_move_do_not_disturb(caplog: pytest.LogCaptureFixture)
     assert moving > 0 == frozen == empty
     assert fitted.callback_metrics["mechanic/scale"].item() == pytest.approx(moving)
     (said,) = [message for message in caplog.messages if "Mechanic learned" in message]
-    assert f"pg1 {max(callback.optimizers[0].effective_lrs):.3g}" in said
+    assert all(part in said for part in ("pg1 0.0", "pg2 0 (0 x", "pg3 0 (0 x"))
 
 
 @pytest.mark.usefixtures("interruptible")
