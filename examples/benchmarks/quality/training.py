@@ -47,8 +47,9 @@ class Setup(NamedTuple):
 def run(job: Job, setup: Setup) -> list[Record]:
     """Trains, and says how it went: a record for each member."""
     torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = True  # as convolutions have it anyway
-    torch.backends.cudnn.benchmark = True
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = True  # as convolutions have it anyway
+        torch.backends.cudnn.benchmark = True
     problem, method, device = setup.problems()[job.problem], METHODS[job.method], torch.device(setup.device)
     began = time.perf_counter()
     task = problem.build([seed for _, seed in job.members], device)
