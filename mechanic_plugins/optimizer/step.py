@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,12 +45,8 @@ __all__ = ["MechanicOptimizer"]
 class MechanicOptimizer(Readout):
     """What `mechanize` returns: build it there."""
 
-    was_built: ClassVar[bool] = False
-    """Whether this process has made one: the runner asks at the end."""
-
     def _start(self) -> None:
         super()._start()
-        MechanicOptimizer.was_built = True
         self._counted: tuple[tuple[int, ...], Counting] | None = None
         self._passes = Passes(self.base, self.backend)
         self._decider = Decider(self.base, self.settings, self._units)
