@@ -118,18 +118,19 @@ def test_lambda_by_hand() -> None:
 
 
 def test_the_optimistic_rule_by_hand() -> None:
-    # With one beta the floor is a thousandth of sqrt(v) itself. Delta is 1, 5, 7, and a loss counts a tenth.
-    # g = -4: h = -4, s = 0.1 / 1.001. g = -2: h = -10, r = 10 s, v = 4 + 100. g = 1: h = 7, r = r / 2 - 0.7 s.
+    # With one beta the floor is a thousandth of sqrt(v) itself. Delta is 1, 5, 7.
+    # g = -4: h = -4, s = 0.1 / 1.001. g = -2: h = -10, r = 10 s, v = 4 + 100. g = 0.5: h = 3.5, of which 3, the usual
+    # share of 10, counts a tenth, and the rest in full: r = r / 2 - 0.8 s.
     constants = {"betas": (0.5,), "s_init": 0.1, "normalize_lr": False, "smoothing": 0.0, "hindsight": 1.0}
     reference = Reference([vector(0.0)], sgd(), rule="optimistic", **constants)
     seen = []
-    for g in (-1.0, -4.0, -2.0, 1.0):
+    for g in (-1.0, -4.0, -2.0, 0.5):
         reference.step([vector(g)])
         seen.append((reference.vectors("s")[0], reference.vectors("r")[0]))
     s_2 = 0.1 / 1.001
     s_3 = (0.1 * 10 + 10 * s_2) / (1.001 * math.sqrt(104))
-    r_4 = 5 * s_2 - 0.7 * s_3
-    s_4 = (0.1 * 7 + r_4) / (1.001 * math.sqrt(26 + 49))
+    r_4 = 5 * s_2 - 0.8 * s_3
+    s_4 = (0.1 * 5 + r_4) / (1.001 * math.sqrt(26 + 3.5**2))
     assert seen == [pytest.approx(pair, rel=1e-14) for pair in [(0, 0), (s_2, 0), (s_3, 10 * s_2), (s_4, r_4)]]
 
 
@@ -152,17 +153,17 @@ def test_the_optimistic_start_by_hand() -> None:
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "optimistic"])
 def test_auto_s_init_by_hand(rule: str) -> None:
-    # x = (3, 4), of norm 5. g = (0, 0.5): Delta = (0, -0.5), and the next step knows s_init = 1e-3 * (1 + 5) / 0.5.
+    # x = (3, 4), of norm 5. g = (0, 0.5): Delta = (0, -0.5), and the next step knows s_init = 3e-3 * (1 + 5) / 0.5.
     reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,), s_decay=0.0, eps=1e-9, rule=rule)
     reference.step([vector(0.0, 0.5)])
     assert reference.x[0].tolist() == [3.0, 4.0]
     assert reference.vectors("s").tolist() == [0.0]
     reference.step([vector(0.0, 0.5)])
-    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-2, rel=1e-15)
+    assert reference.parts[0].tuner.s_init == pytest.approx(3.6e-2, rel=1e-15)
     # |h| = 0.25, so eps = 1e-9 shows in the ninth digit; theory has no q yet.
-    assert reference.vectors("s")[0] == (0 if rule == "theory" else pytest.approx(1.2e-2, rel=1e-8))
+    assert reference.vectors("s")[0] == (0 if rule == "theory" else pytest.approx(3.6e-2, rel=1e-8))
     reference.step([vector(0.0, 0.5)])
-    assert reference.parts[0].tuner.s_init == pytest.approx(1.2e-2, rel=1e-15)
+    assert reference.parts[0].tuner.s_init == pytest.approx(3.6e-2, rel=1e-15)
 
 
 def test_smoothing_by_hand() -> None:
