@@ -95,6 +95,25 @@ def test_no_relative_imports_hide_from_the_tests_above() -> None:
     assert not relative
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_files_and_functions_are_short(module: str) -> None:
+    """Triton's kernels are one function each to its compiler, and are left out."""
+    text = FILES[module].read_text()
+    assert text.count("\n") <= 300
+    if "triton" in module:
+        return
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    long = {f.name: length for f in functions if (length := code_lines(f)) > 50}
+    assert not long
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without the docstring."""
+    documented = ast.get_docstring(function) is not None
+    doc = function.body[0] if documented else None
+    return (function.end_lineno or 0) - function.lineno + 1 - ((doc.end_lineno or 0) - doc.lineno + 1 if doc else 0)
+
+
 def test_the_maths_knows_no_optimizer_and_no_distribution() -> None:
     for module in ("core.settings", "core.tuner"):
         tree = ast.parse(FILES[module].read_text())

@@ -88,11 +88,17 @@ def decide(
     )
     after, table = _unpacked(new.view(tuners, width)), scales.view(tuners, _SCALES)
     if is_capturing(sums.device):
-        for theirs, ours in zip((*state, counters), (*after, new_counters), strict=True):
-            theirs.copy_(ours)
-        after, new_counters = state, counters
+        after, new_counters = _written_over(state, counters, after, new_counters)
     clip = None if max_grad_norm is None else table[0, 4]
     return Outcome(after, new_counters, table[0, 2], table[:, 3:4], clip), table
+
+
+def _written_over(
+    state: TunerState, counters: Tensor, after: TunerState, new_counters: Tensor
+) -> tuple[TunerState, Tensor]:
+    for theirs, ours in zip((*state, counters), (*after, new_counters), strict=True):
+        theirs.copy_(ours)
+    return state, counters
 
 
 def _variant(settings: Settings) -> dict[str, Any]:

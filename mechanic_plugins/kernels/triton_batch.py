@@ -65,9 +65,8 @@ class TritonBatch:
         self._strides = [param_state.x.stride() for param_state in param_states]
         self._numels = list(self.numels)
         self._rows: list[int] = []
-        for param_state, place, extra in zip(
-            param_states, self.places, extras or [_NOTHING] * len(param_states), strict=False
-        ):
+        extras = extras or [BaseState()] * len(param_states)
+        for param_state, place, extra in zip(param_states, self.places, extras, strict=False):
             pointers = (0 if t is None else t.data_ptr() for t in (param_state.delta, param_state.ref, *extra))
             self._rows += (0, 0, *pointers, place, param_state.x.numel())
         self._bits = _ored(self._rows)
@@ -284,9 +283,6 @@ class TritonBatch:
     def types(self, *names: str) -> dict[str, Any]:
         """Triton's names of the dtypes that the kernels ask for."""
         return {name: triton_type(getattr(self, name)) for name in names}
-
-
-_NOTHING = BaseState()
 
 
 def _ored(rows: Sequence[int]) -> int:

@@ -1,15 +1,13 @@
 """An optimizer around another one, with a tuner beside it.
 
-All that checkpoints, schedulers and frameworks touch; `mechanic_plugins.optimizer.step` adds the step. The wrapped
-optimizer is held as `base`, and param_groups, state and defaults are its own, so that schedulers, GradScaler, FSDP and
-checkpoint code find what they expect.
+All that checkpoints, schedulers and frameworks touch; `mechanic_plugins.optimizer.step` adds the step.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,14 +27,14 @@ from mechanic_plugins.core.groups import Owner, show_scales
 from mechanic_plugins.core.param_state import DELTA, PREFIX
 from mechanic_plugins.core.settings import Settings, check_max_grad_norm
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
+from mechanic_plugins.optimizer.delegate import Delegate, Group
 from mechanic_plugins.optimizer.skips import Skips
 from mechanic_plugins.optimizer.units import Units
 from mechanic_plugins.passes.plan import zeros_like
 from mechanic_plugins.passes.planner import Backend, check_backend
 
-__all__ = ["Group", "StateDict", "Wrapper"]
+__all__ = ["StateDict", "Wrapper"]
 
-Group = dict[str, Any]
 StateDict = dict[str, Any]
 
 _LIVE = "_mechanic_live"
@@ -44,7 +42,7 @@ _LIVE = "_mechanic_live"
 _HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
-class Wrapper(Optimizer):
+class Wrapper(Delegate):
     """The base, the settings and the tuner. `state_dict()` synchronises with the device."""
 
     # GradScaler must unscale and decide by itself: a fused base would skip its own update, but not Mechanic's.
@@ -97,40 +95,6 @@ class Wrapper(Optimizer):
         self._itself: Owner = ref(self)
         """Lightning's and Fabric's proxies run these methods with another `self`."""
         show_scales(self.param_groups, self._itself)
-
-    # ---------------------------------------------------------------- what belongs to the base
-
-    @property
-    def param_groups(self) -> list[Group]:
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[Group]) -> None:
-        self.base.param_groups = value
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        return self.base.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.base.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.base.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.base.defaults = value
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "base" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.base, name)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.base.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
         """The new parameters start with delta = 0; with `scope="group"` they get a tuner of their own."""

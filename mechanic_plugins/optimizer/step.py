@@ -32,7 +32,7 @@ from mechanic_plugins.distributed.sharding import (
 )
 from mechanic_plugins.kernels.triton_support import is_capturing
 from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
-from mechanic_plugins.optimizer.interface import Group
+from mechanic_plugins.optimizer.delegate import Group
 from mechanic_plugins.optimizer.overlaps import refuse_overlaps
 from mechanic_plugins.optimizer.readout import Readout
 from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
