@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mechanic_plugins import bench
-from mechanic_plugins.bench import costs, timing
+from mechanic_plugins import MechanicOptimizer, bench
+from mechanic_plugins.bench import costs, scale, timing
 
 MECHANICS = ["mechanic, foreach", "base alone, fused", "mechanic"]
 PEERS = ("mechanic_pytorch", "prodigyopt", "dadaptation", "schedulefree")
@@ -80,9 +81,49 @@ def test_a_queue_without_a_step_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_all_steps_of_a_queue_are_made() -> None:
-    run = timing._Run([(2, 2)], bench.bases(torch.device("cpu"))["adamw"], torch.device("cpu"), torch.float32)
+    where = {"device": torch.device("cpu"), "dtype": torch.float32}
+    run = timing._Run([(2, 2)], bench.bases(where["device"])["adamw"], **where)
     assert run.timed(3) > 0
     assert run.optimizer.state[run.params[0]]["step"] == 3
+
+
+def test_everybody_clips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mechanic in its step, the others by torch's function before it."""
+    made: list[timing._Run] = []
+    real = timing._Run.__init__
+    monkeypatch.setattr(timing._Run, "__init__", lambda self, *a, **k: (made.append(self), real(self, *a, **k))[1])
+    list(bench.measure([(64, 64)] * 300, "adamw", device=torch.device("cpu"), repeats=1, clip=True))
+    mechanics = {isinstance(run.optimizer, MechanicOptimizer) for run in made}
+    assert mechanics == {True, False}
+    for run in made:
+        if isinstance(run.optimizer, MechanicOptimizer):
+            assert run.optimizer.max_grad_norm == 1.0
+            continue
+        norm = torch.nn.utils.get_total_norm([p.grad for p in run.params if p.grad is not None])
+        assert norm == pytest.approx(1.0, rel=1e-4)
+
+
+def test_lora_is_hundreds_of_small_tensors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = bench.lora_shapes()
+    assert len(shapes) == 448
+    assert sum(math.prod(shape) for shape in shapes) == 19_988_480
+    monkeypatch.setattr(bench, "lora_shapes", lambda: shapes[:2])
+    assert bench.main(["--device", "cpu", "--shapes", "lora", "--clip", "--repeats", "1"]) == 0
+    assert "adamw, float32, clipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", scale.LAYOUTS)
+def test_a_step_makes_one_collective_on_any_number_of_ranks(layout: str) -> None:
+    few, many = (scale.cost_on(ranks, layout, size="tiny", repeats=1) for ranks in (16, 2048))
+    assert (few.collectives, many.collectives) == (1, 1)
+    assert few.delta == few.shard
+    assert many.delta == many.shard <= few.shard
+
+
+def test_ranks_that_fill_no_node_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--scale", "64", "100"])
+    assert "--scale must be multiples of 8, got 100" in capsys.readouterr().err
 
 
 def test_the_defaults_are_sizes_that_exist() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mechanic_plugins.api import mechanize
+from mechanic_plugins import api
 from mechanic_plugins.lion import Lion
 
 __all__ = ["Factory", "bases", "rivals"]
@@ -32,9 +32,13 @@ def _bases(form: str | None) -> dict[str, Factory]:
     }
 
 
-def rivals(base: str, device: torch.device) -> dict[str, Factory]:
-    """Mechanic with every backend that works on the device, and similar packages that are installed."""
+def rivals(base: str, device: torch.device, *, max_grad_norm: float | None = None) -> dict[str, Factory]:
+    """Mechanic with every backend that works on the device, and similar packages that are installed.
+
+    With `max_grad_norm` Mechanic clips in its step; the others leave it to their caller.
+    """
     plain = bases(device)[base]
+    mechanize = functools.partial(api.mechanize, max_grad_norm=max_grad_norm)
     backends = ("fused", "triton", "foreach") if device.type == "cuda" else ("foreach",)
     found: dict[str, Factory] = {
         f"mechanic, {backend}": lambda params, backend=backend: mechanize(plain(params), backend=backend)  # type: ignore[misc]

@@ -12,8 +12,8 @@ __all__ = ["plot", "table"]
 
 def table(results: Sequence[Result]) -> str:
     """The results as aligned text."""
-    head = ("params", "tensors", "optimizer", "ms a step", "ratio", "B/param", "of the limit", "state B/param",
-            "transient B/param", "launches")  # fmt: skip
+    head = ("params", "tensors", "optimizer", "ms a step", "ratio", "ms of host", "B/param", "of the limit",
+            "state B/param", "transient B/param", "launches")  # fmt: skip
     rows = [head]
     for r in results:
         rows.append(
@@ -23,6 +23,7 @@ def table(results: Sequence[Result]) -> str:
                 r.name,
                 f"{r.seconds * 1e3:.3f}",
                 f"{r.ratio:.3f}",
+                f"{r.host_seconds * 1e3:.3f}",
                 "-" if r.moved_bytes is None else str(r.moved_bytes),
                 "-" if r.of_limit is None else f"{r.of_limit:.2f}",
                 f"{r.state_bytes:.2f}",

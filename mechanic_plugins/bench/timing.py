@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.bench.costs import bytes_of
 from mechanic_plugins.bench.optimizers import Factory, bases, rivals
+from mechanic_plugins.optimizer import MechanicOptimizer
 
 __all__ = ["Result", "copy_speed", "measure"]
 
 ALONE = "base alone"
+MAX_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Result:
     tensors: int
     seconds: float
     ratio: float
+    host_seconds: float
+    """What the host needs to queue a step."""
     state_bytes: float
     transient_bytes: float | None
     launches: int | None
@@ -60,6 +64,7 @@ def measure(
     dtype: torch.dtype = torch.float32,
     repeats: int = 25,
     queued: int | None = None,
+    clip: bool = False,
 ) -> Iterator[Result]:
     """The cost of the base and of each rival. Base and rival are timed alternately, under the same load.
 
@@ -71,11 +76,17 @@ def measure(
         repeats: Number of timings; the median is reported.
         queued: Steps queued between synchronisations. 10 on a GPU, as in training, where the host runs ahead; 1 adds
             the host's share of every step, which a backward pass hides.
+        clip: Count clipping in: Mechanic's own, and `clip_grad_norm_` before the step of everyone else.
     """
     queued = queued or (10 if device.type == "cuda" else 1)
     plain, speed = {ALONE: bases(device)[base]}, copy_speed(device)
-    for others in ({}, *({name: factory} for name, factory in rivals(base, device).items())):
-        *_, result = _compare(shapes, {**plain, **others}, device=device, dtype=dtype, repeats=repeats, queued=queued)
+    found = rivals(base, device, max_grad_norm=MAX_NORM if clip else None)
+    for others in ({}, *({name: factory} for name, factory in found.items())):
+        factories = {**plain, **others}
+        runs = {
+            name: _Run(shapes, factory, device=device, dtype=dtype, clip=clip) for name, factory in factories.items()
+        }
+        *_, result = _compare(runs, repeats=repeats, queued=queued)
         yield _against_limit(result, base, speed, itemsize=dtype.itemsize)
 
 
@@ -87,16 +98,7 @@ def _against_limit(result: Result, base: str, speed: float, *, itemsize: int) ->
     return replace(result, moved_bytes=moved, of_limit=moved * result.params / speed / result.seconds)
 
 
-def _compare(
-    shapes: Sequence[tuple[int, ...]],
-    factories: dict[str, Factory],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    repeats: int,
-    queued: int,
-) -> Iterator[Result]:
-    runs = {name: _Run(shapes, factory, device, dtype) for name, factory in factories.items()}
+def _compare(runs: dict[str, _Run], *, repeats: int, queued: int) -> Iterator[Result]:
     for run in runs.values():
         run.warm_up()
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -104,14 +106,16 @@ def _compare(
         for name, run in runs.items():
             times[name].append(run.timed(queued))
     medians = {name: statistics.median(values) for name, values in times.items()}
+    hosts = {name: statistics.median(run.queueing() for _ in range(repeats)) for name, run in runs.items()}
     for name, run in runs.items():
         ratio = statistics.median(a / b for a, b in zip(times[name], times[ALONE], strict=True))
         yield Result(
             name=name,
             params=run.count,
-            tensors=len(shapes),
+            tensors=len(run.params),
             seconds=medians[name],
             ratio=ratio,
+            host_seconds=hosts[name],
             state_bytes=run.state_bytes() / run.count,
             transient_bytes=run.transient_bytes(),
             launches=run.launches(),
@@ -124,7 +128,13 @@ class _Run:
     """Parameters with gradients, and their optimizer."""
 
     def __init__(
-        self, shapes: Sequence[tuple[int, ...]], factory: Factory, device: torch.device, dtype: torch.dtype
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        factory: Factory,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        clip: bool = False,
     ) -> None:
         generator = torch.Generator(device).manual_seed(0)
         self.device = device
@@ -134,11 +144,17 @@ class _Run:
         for p in self.params:
             p.grad = 1e-3 * torch.randn(p.shape, device=device, generator=generator).to(dtype)
         self.optimizer: Optimizer = factory(self.params)
+        self.clips = clip and not isinstance(self.optimizer, MechanicOptimizer)
         self.count = sum(p.numel() for p in self.params)
+
+    def step(self) -> None:
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.params, MAX_NORM, foreach=True)
+        self.optimizer.step()
 
     def warm_up(self) -> None:
         for _ in range(3):
-            self.optimizer.step()
+            self.step()
         self._wait()
 
     def timed(self, queued: int) -> float:
@@ -146,9 +162,16 @@ class _Run:
         self._wait()
         start = time.perf_counter()
         for _ in range(queued):
-            self.optimizer.step()
+            self.step()
         self._wait()
         return (time.perf_counter() - start) / queued
+
+    def queueing(self) -> float:
+        """Seconds until a step returns, with nothing queued before it."""
+        self._wait()
+        start = time.perf_counter()
+        self.step()
+        return time.perf_counter() - start
 
     def state_bytes(self) -> int:
         tensors = (t for state in self.optimizer.state.values() for t in _tensors(state))
@@ -161,7 +184,7 @@ class _Run:
         self._wait()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        self.optimizer.step()
+        self.step()
         self._wait()
         return (torch.cuda.max_memory_allocated(self.device) - before) / self.count
 
@@ -170,7 +193,7 @@ class _Run:
         if self.device.type != "cuda":
             return None
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            self.optimizer.step()
+            self.step()
             self._wait()
         return sum(int(event.count) for event in profile.key_averages() if event.device_type.name != "CPU")
 
