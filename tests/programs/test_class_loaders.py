@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import installed
 from torch.utils.data import DataLoader, TensorDataset
 
 from mechanic_plugins import MechanicOptimizer, optim, unwrap
@@ -55,9 +56,9 @@ def assert_trains(net: torch.nn.Module, opt: Any) -> MechanicOptimizer:
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
 @pytest.mark.parametrize("scheduler", [False, True])
 def test_lightning_cli_by_name(package: str, scheduler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pl = pytest.importorskip("lightning.pytorch" if package == "lightning" else package)
-    pytest.importorskip("jsonargparse")
-    cli_module = pytest.importorskip(f"{pl.__name__}.cli")
+    pl = installed("lightning.pytorch" if package == "lightning" else package)
+    installed("jsonargparse")
+    cli_module = installed(f"{pl.__name__}.cli")
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
@@ -101,7 +102,7 @@ def test_lightning_cli_by_name(package: str, scheduler: bool, monkeypatch: pytes
 
 
 def test_fabric() -> None:
-    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    fabric = installed("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     net = model()
     net_on_it, opt = fabric.setup(net, optim.AdamW(net.parameters()))
     for x, y in fabric.setup_dataloaders(data()):
@@ -116,7 +117,7 @@ def test_fabric() -> None:
 
 
 def test_litgpt() -> None:
-    utils = pytest.importorskip("litgpt.utils")
+    utils = installed("litgpt.utils")
     config = {"class_path": NAME, "init_args": {"weight_decay": 0.1, "mechanic_betas": [0.9, 0.99]}}
     net = model()
     opt = utils.instantiate_torch_optimizer(config, net.parameters(), fused=False)  # as its pretrain and finetune do
@@ -127,15 +128,15 @@ def test_litgpt() -> None:
 
 
 def test_torchtune() -> None:
-    config = pytest.importorskip("torchtune.config")
-    omegaconf = pytest.importorskip("omegaconf")
+    config = installed("torchtune.config")
+    omegaconf = installed("omegaconf")
     net = model()
     yaml = omegaconf.OmegaConf.create({"_component_": NAME, "lr": 1.0, "weight_decay": 0.1, "scope": "all"})
     assert_trains(net, config.instantiate(yaml, net.parameters()))
 
 
 def test_hydra() -> None:
-    hydra = pytest.importorskip("hydra.utils")
+    hydra = installed("hydra.utils")
     net = model()
     assert_trains(net, hydra.instantiate({"_target_": NAME, "weight_decay": 0.1}, params=net.parameters()))
     net = model()
@@ -145,7 +146,7 @@ def test_hydra() -> None:
 
 
 def test_timm() -> None:
-    timm = pytest.importorskip("timm.optim")
+    timm = installed("timm.optim")
     from timm.optim._optim_factory import default_registry
 
     default_registry.register(timm.OptimInfo(name="mechanicadamw", opt_class=NAME, has_betas=True))
@@ -163,7 +164,7 @@ def test_timm() -> None:
 
 
 def test_mmengine() -> None:
-    pytest.importorskip("mmengine")
+    installed("mmengine")
     from mmengine.optim import build_optim_wrapper
     from mmengine.registry import OPTIMIZERS
 
@@ -179,7 +180,7 @@ def test_mmengine() -> None:
 
 
 def test_torchtitan() -> None:
-    titan = pytest.importorskip("torchtitan.components.optimizer")
+    titan = installed("torchtitan.components.optimizer")
     net = model()
     container = titan.OptimizersContainer([net], optim.AdamW, {"lr": 1.0, "weight_decay": 0.1})
     assert type(container.optimizers[0]) is optim.AdamW
@@ -192,7 +193,7 @@ def test_torchtitan() -> None:
 
 
 def test_composer() -> None:
-    composer = pytest.importorskip("composer")
+    composer = installed("composer")
     from composer.models import ComposerModel
 
     class Wrapped(ComposerModel):  # type: ignore[misc]

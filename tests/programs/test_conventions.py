@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_class_loaders import assert_trains, data, model
+from tiny import installed
 
 from mechanic_plugins import mechanize, optim, unwrap
 
@@ -82,7 +83,7 @@ def test_composer_convention() -> None:
 
 def test_diffusers_scripts() -> None:
     """They build `torch.optim.AdamW` in one place, and hand it to accelerate."""
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = installed("accelerate")
     net = model()
     optimizer_cls = optim.AdamW
     opt = optimizer_cls(net.parameters(), lr=1.0, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
@@ -112,7 +113,7 @@ def test_nanogpt() -> None:
 
 def test_axolotl_passes_its_optimizer_on() -> None:
     """`optimizer` and `optim_args` of its YAML become those of TrainingArguments, once a name is known there."""
-    transformers = pytest.importorskip("transformers")
+    transformers = installed("transformers")
     plugin = importlib.import_module("mechanic_plugins.transformers")
     optim_args: dict[str, Any] = {"s_decay": 0.0, "scope": "group"}
     text = ",".join(f"{key}={value}" for key, value in optim_args.items())

@@ -15,7 +15,7 @@ import tiny
 @pytest.mark.parametrize("more", [{}, {"finetuning_type": "lora", "lora_target": "c_attn", "loraplus_lr_ratio": 16}])
 def test_llama_factory(tmp_path: Path, more: dict[str, object]) -> None:
     """LoRA+ there makes four groups, of which two are empty here."""
-    pytest.importorskip("llamafactory")
+    tiny.installed("llamafactory")
     rows = [{"instruction": "is cat", "input": "", "output": tiny.sentence(i)} for i in range(64)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     (tmp_path / "dataset_info.json").write_text(json.dumps({"tiny": {"file_name": "rows.json"}}))
