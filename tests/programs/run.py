@@ -28,9 +28,9 @@ GROUPS = {
     "timm": ["timm", WITH_TORCHVISION],
     "litgpt": ["litgpt"],
     "torchtune": ["torchtune", "torchao<0.10", WITH_TORCHVISION],  # its releases end with 0.6
-    "torchtitan": ["torchtitan"],
+    "torchtitan": ["torchtitan>=0.3"],
     "composer": ["mosaicml", "torch<2.7.1"],
-    "llama-factory": ["llamafactory", WITH_TORCHVISION],
+    "llama-factory": ["llamafactory", "torchaudio==2.10.0", WITH_TORCHVISION],
     "ms-swift": ["ms-swift"],
     "axolotl": ["axolotl"],
 }

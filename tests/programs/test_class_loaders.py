@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -180,16 +182,35 @@ def test_mmengine() -> None:
 
 
 def test_torchtitan() -> None:
+    """The page's container, built from a config as the trainer does, and its flat checkpoints."""
     titan = installed("torchtitan.components.optimizer")
-    net = model()
-    container = titan.OptimizersContainer([net], optim.AdamW, {"lr": 1.0, "weight_decay": 0.1})
+
+    class Mechanized(titan.OptimizersContainer):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(titan.OptimizersContainer.Config):  # type: ignore[misc]
+            pass
+
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Any:
+            return getattr(optim, name)
+
+    def built(net: torch.nn.Module) -> Any:
+        options = {"AdamW": {"s_decay": 0.01}}
+        groups = titan.default_adamw(lr=1.0).param_groups
+        config = Mechanized.Config(param_groups=groups, optimizer_factory_kwargs_by_name=options)
+        return config.build(model_parts=[net])
+
+    net, twin = model(), model()
+    container = built(net)
     assert type(container.optimizers[0]) is optim.AdamW
+    assert container.optimizers[0].settings.s_decay == 0.01
     losses = train(net, container)
     assert losses[-1] < losses[0]
-    saved, scale = container.state_dict(), container.optimizers[0].scale.item()
-    twin = titan.OptimizersContainer([model()], optim.AdamW, {"lr": 1.0, "weight_decay": 0.1})
-    twin.load_state_dict(saved)
-    assert twin.optimizers[0].scale.item() == scale > 0
+    twin.load_state_dict(copy.deepcopy(net.state_dict()))
+    resumed = built(twin)
+    resumed.load_state_dict(copy.deepcopy(container.state_dict()))
+    assert resumed.optimizers[0].scale == container.optimizers[0].scale > 0
+    assert train(net, container) == train(twin, resumed)
 
 
 def test_composer() -> None:
