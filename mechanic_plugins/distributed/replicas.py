@@ -6,7 +6,6 @@ ranks' sums differ, so their scales diverge, and with them the weights that all 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from mechanic_plugins.distributed.live_objects import live_objects
 from mechanic_plugins.distributed.reduction import reachable_device
 
 __all__ = ["Replicas", "refuse_join", "replicas_of"]
@@ -61,9 +61,9 @@ def refuse_join(params: Sequence[Tensor]) -> None:
 
 
 def _wrappers_of(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
-    """Live DDP modules that hold any of the parameters. Parameters do not refer to them, so this scans all objects."""
+    """Live DDP modules that hold any of the parameters. Parameters do not refer to them."""
     ours = set(map(id, params))
-    live = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    live = live_objects(lambda kind: issubclass(kind, DistributedDataParallel))
     known = dist.distributed_c10d._world.pg_map  # skips modules whose group was destroyed
     return [w for w in live if w.process_group in known and not ours.isdisjoint(map(id, w.module.parameters()))]
 

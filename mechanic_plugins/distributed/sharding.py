@@ -7,7 +7,6 @@ read off the parameters, never off the gradients: a rank without gradients must 
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mechanic_plugins.distributed.live_objects import live_objects
 from mechanic_plugins.distributed.reduction import AllReduce, Identity, Reduction
 from mechanic_plugins.distributed.replicas import refuse_join, replicas_of
 
@@ -152,11 +152,11 @@ def _dtensor_shards(p: Any) -> int:
 
 
 def _fsdp1_shards(ids: set[int]) -> dict[int, int]:
-    """Number of shards by id of the parameter. Parameters do not refer to FSDP1's handles: this scans all objects."""
+    """Number of shards by id of the parameter. Parameters do not refer to FSDP1's handles."""
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     shards = {}
-    for handle in (o for o in gc.get_objects() if type(o) is FlatParamHandle):
+    for handle in live_objects(lambda kind: kind is FlatParamHandle):
         flat = handle.flat_param
         held = [id(p) for p in (flat, *(flat._params or ()), *(flat._shared_params or ()))]
         if ids.isdisjoint(held):  # another model's
@@ -191,7 +191,7 @@ def _refuse_pipelines(params: Sequence[Tensor]) -> None:
     """Pipeline ranks hold different parameters; counted as replicas, each would have too small a weight."""
     named = any("pp" in (mesh.mesh_dim_names or ()) for mesh in _root_meshes(params))
     stage = sys.modules.get("torch.distributed.pipelining.stage")
-    live = stage is not None and any(issubclass(type(o), stage._PipelineStageBase) for o in gc.get_objects())
+    live = stage is not None and live_objects(lambda kind: issubclass(kind, stage._PipelineStageBase))
     if named or live:
         raise RuntimeError(
             "pipeline stages hold different parameters, which look like replicas to Mechanic: pass "
