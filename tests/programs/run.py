@@ -32,7 +32,6 @@ GROUPS = {
     "composer": ["mosaicml", "torch<2.7.1"],
     "llama-factory": ["llamafactory", "torchaudio==2.10.0", WITH_TORCHVISION],
     "ms-swift": ["ms-swift"],
-    "axolotl": ["axolotl"],
 }
 """Programs that can be installed together."""
 
