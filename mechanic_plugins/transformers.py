@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import warnings
 from collections.abc import Iterable
@@ -62,7 +63,7 @@ def register(name: str, base: str | type[Optimizer]) -> None:
         raise ValueError(f"{name!r} is already registered for {BASES[name]!r}, got {base!r}: choose another name.")
     if isinstance(base, str):
         _refuse_unsuitable(OptimizerNames(base).value)
-    elif not issubclass(base, Optimizer):
+    elif not inspect.isclass(base) or not issubclass(base, Optimizer):
         raise TypeError(
             f"{name} needs a subclass of torch.optim.Optimizer, or transformers' name of one, got {base!r}."
         )

@@ -35,6 +35,8 @@ GROUPS = {
 }
 """Programs that can be installed together."""
 
+TESTS = ["tests/programs", "tests/runner/test_replace.py"]  # the latter has Prodigy
+
 NEEDED = ["pytest", "pytest-timeout", "pytest-xdist", "accelerate", "lightning", "jsonargparse[signatures]"]
 
 
@@ -56,7 +58,7 @@ def run(name: str, keep: bool, pytest_args: list[str]) -> bool:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", HOME / name], check=True)
     install = [python, "-m", "pip", "install", "--quiet", "--editable", REPO, *requirements(name)]
-    tests = [python, "-m", "pytest", "-q", "tests/programs", *pytest_args]
+    tests = [python, "-m", "pytest", "-q", *TESTS, *pytest_args]
     passed = all(subprocess.run(command, cwd=REPO).returncode == 0 for command in (install, tests))
     if passed and not keep:
         shutil.rmtree(HOME / name)

@@ -73,6 +73,24 @@ def test_llm_foundry() -> None:
     assert_trains(net, optim.AdamW(params=net.parameters(), lr=1.0, weight_decay=0.1))
 
 
+def test_verl() -> None:
+    """`build_optimizer` in workers/config/optimizer.py: a module, a name in it, betas for those with "adam" in it."""
+    impl, name = "mechanic_plugins.optim", "AdamW"
+    kwargs = {"lr": 1.0, "weight_decay": 0.1, "betas": (0.9, 0.999), "scope": "all"}
+    net = model()
+    opt = getattr(importlib.import_module(impl), name)(net.parameters(), **kwargs)
+    assert_trains(net, opt)
+
+
+def test_nemo() -> None:
+    """`setup_optimization` in core/classes/modelPT.py: the class by hydra's `_target_`, its groups, its lr."""
+    instantiate = installed("hydra.utils").instantiate
+    net = model()
+    opt = instantiate({"_target_": "mechanic_plugins.optim.AdamW"}, [{"params": net.parameters()}], lr=1.0)
+    assert type(opt) is optim.AdamW
+    assert_trains(net, opt)
+
+
 def test_composer_convention() -> None:
     """Trainer(optimizers=...) asks for an Optimizer, and copies its settings into its logs."""
     net = model()

@@ -87,6 +87,12 @@ class Momentum(torch.optim.SGD):
         super().__init__(params, lr=lr, momentum=momentum, dampening=dampening)
 
 
+def test_an_instance_in_a_classs_place() -> None:
+    built = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(TypeError, match=r"mechanic_built needs a subclass of torch.optim.Optimizer"):
+        register("mechanic_built", built)  # type: ignore[arg-type]
+
+
 def test_a_class_of_ones_own(tmp_path: Path) -> None:
     register("mechanic_momentum", Momentum)
     register("mechanic_momentum", Momentum)
