@@ -231,7 +231,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     spread(model, args, device)
 
     base = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1)
-    optimizer = mechanize(base, smoothing=args.smoothing)
+    optimizer = mechanize(base)
 
     scheduler = LambdaLR(optimizer, lambda step: factor(step, args))
     checkpoints = Checkpoints(args.out / "checkpoints", model, optimizer, scheduler)
@@ -259,7 +259,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; weights and optimizer stay float32")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--warmup", type=int, default=20)
-    parser.add_argument("--smoothing", type=float, help="Mechanic's: see mechanize()")
     parser.add_argument("--batch", type=int, default=32, help="sequences a step, over all processes")
     parser.add_argument("--clip", type=float, default=1.0, help="the gradient's largest norm")
     parser.add_argument("--seed", type=int, default=0)

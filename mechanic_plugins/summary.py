@@ -37,7 +37,7 @@ __all__ = [
 
 TOO_SHORT = (
     "Mechanic's scale was still rising as fast as ever when the run ended, so most of it was trained at too small a "
-    "learning rate. Train for more steps; a short run is better off with smoothing=0.9, or a larger first_move."
+    "learning rate. Train for more steps, or start further out with first_move=1e-2."
 )
 
 

@@ -24,7 +24,7 @@ SCRIPT = EXAMPLES / "train_fsdp2.py"
 
 STEPS, SAVE_EVERY = 60, 20
 TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--context", "32", "--batch", "8"]
-TINY += ["--warmup", "5", "--smoothing", "0.8"]  # for few steps
+TINY += ["--warmup", "5"]
 LONG = [*TINY, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "5"]
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from hf_script import add_lora, build_model
 from torch import Tensor
 from transformers import get_scheduler
@@ -14,6 +16,14 @@ from transformers import get_scheduler
 from mechanic_plugins import mechanize
 
 STEPS = 16
+
+HAS_MUON = hasattr(torch.optim, "Muon")  # torch >= 2.9
+
+
+def skip_unless_json_is_read() -> None:
+    """transformers 4 takes no dictionary on the command line."""
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("--lr_scheduler_kwargs as JSON came with transformers 5")
 
 
 def command_line(folder: Path, **options: Any) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hf_script import Sequences, build_model, run
-from hf_tiny import STEPS, assert_same, by_step, command_line, plain_loop
+from hf_tiny import HAS_MUON, STEPS, assert_same, by_step, command_line, plain_loop, skip_unless_json_is_read
 from transformers import SchedulerType, Trainer, TrainingArguments
 from transformers.optimization import Adafactor
 
@@ -52,7 +52,7 @@ BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "adafactor": adafactor,
     "lion": lion,
-    **({"muon": muon} if hasattr(torch.optim, "Muon") else {}),  # torch >= 2.9
+    **({"muon": muon} if HAS_MUON else {}),
 }
 
 
@@ -101,6 +101,8 @@ WATCH_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 @pytest.mark.parametrize("name", [s.value for s in SchedulerType if s.value not in WATCH_A_METRIC])
 def test_every_schedule_trains(tmp_path: Path, name: str) -> None:
+    if name in SCHEDULE_NEEDS:
+        skip_unless_json_is_read()
     result = run(command_line(tmp_path, max_steps=6, lr_scheduler_type=name, **SCHEDULE_NEEDS.get(name, {})))
     logs = result["logs"]
     assert logs[-1]["mechanic/scale"] > 0
@@ -201,7 +203,7 @@ def test_auto_find_batch_size_starts_again_with_mechanic(tmp_path: Path) -> None
     )
     trainer = Greedy(model=build_model(), args=args, train_dataset=Sequences())
     trainer.train()
-    assert trainer._train_batch_size == 2
+    assert trainer._train_batch_size <= 2  # accelerate halves 3, or takes a tenth off
     scales = [e["mechanic/scale"] for e in trainer.state.log_history if "loss" in e]
     assert len(scales) == 6
     assert scales[-1] > 0
