@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import math
 import warnings
 from collections.abc import Iterable
@@ -63,12 +62,16 @@ def register(name: str, base: str | type[Optimizer]) -> None:
         raise ValueError(f"{name!r} is already registered for {BASES[name]!r}, got {base!r}: choose another name.")
     if isinstance(base, str):
         _refuse_unsuitable(OptimizerNames(base).value)
-    elif not inspect.isclass(base) or not issubclass(base, Optimizer):
+    elif not _is_optimizer_class(base):
         raise TypeError(
             f"{name} needs a subclass of torch.optim.Optimizer, or transformers' name of one, got {base!r}."
         )
     BASES[name] = base
     add_name(OptimizerNames, name)
+
+
+def _is_optimizer_class(given: Any) -> bool:
+    return isinstance(given, type) and issubclass(given, Optimizer)
 
 
 def _refuse_unsuitable(name: str) -> None:

@@ -34,7 +34,12 @@ def test_llama_factory(tmp_path: Path, more: dict[str, object]) -> None:
         **more,
     }
     (tmp_path / "train.yaml").write_text(json.dumps(config))  # which is YAML too
-    environment = os.environ | ({"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"} if more else {})
+    torchrun = {
+        "FORCE_TORCHRUN": "1",
+        "NPROC_PER_NODE": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    environment = {**os.environ, **(torchrun if more else {})}
     command = [sys.executable, "-m", "mechanic_plugins.run", "-m", "llamafactory.cli", "train", "train.yaml"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
