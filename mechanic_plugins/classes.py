@@ -101,8 +101,7 @@ class _Constructor:
         Raises:
             TypeError: An argument that the signature has not got, or something else in the parameters' place.
         """
-        if args:
-            _refuse_other_than_params(name, args[0])
+        _refuse_other_than_params(name, args[0] if args else kwargs.get("params"))
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -132,6 +131,8 @@ def _shown(option: str, taken: set[str]) -> str:
 
 
 def _refuse_other_than_params(name: str, params: Any) -> None:
+    if isinstance(params, type):
+        raise TypeError(f"{name}() takes parameters, got the class {params.__name__}: write model.parameters().")
     if isinstance(params, Optimizer):
         raise TypeError(
             f"{name}() builds its own optimizer and takes parameters, got {type(params).__name__}: "

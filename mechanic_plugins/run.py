@@ -137,7 +137,8 @@ def _check_names(arguments: list[str], others: str) -> None:
             LOST,
         )
     if others or "torch" in sys.modules:
-        say(f"warning: nothing was mechanized (optimizers built: {others or 'none'}).")
+        hint = ": name their class, as --replace torch.optim.AdamW." if others else "."
+        say(f"warning: nothing was mechanized (optimizers built: {others or 'none'}){hint}")
 
 
 def _run_module(arguments: list[str]) -> None:

@@ -4,8 +4,8 @@
     TrainingArguments(optim="mechanic_adamw", optim_args="s_decay=0.0")
 
 The import registers the names of `mechanic_plugins.hf.optim_names.BASES`. transformers has no registry, so three places
-are patched in memory: the enum of names, the static method that turns a name into a class, and the list of default
-callbacks, which log the scale. transformers' own optimizers are unaffected.
+are patched in memory: the enum of names, the static method that turns a name into a class, and the constructor that
+collects a Trainer's callbacks, for the one that logs the scale. transformers' own optimizers are unaffected.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import importlib
 import importlib.util
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
 
 try:
-    from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+    from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl, TrainerState
     from transformers.training_args import OptimizerNames, TrainingArguments
     from transformers.utils import logging
 except ImportError as error:
@@ -61,12 +62,16 @@ def register(name: str, base: str | type[Optimizer]) -> None:
         raise ValueError(f"{name!r} is already registered for {BASES[name]!r}, got {base!r}: choose another name.")
     if isinstance(base, str):
         _refuse_unsuitable(OptimizerNames(base).value)
-    elif not issubclass(base, Optimizer):
+    elif not _is_optimizer_class(base):
         raise TypeError(
             f"{name} needs a subclass of torch.optim.Optimizer, or transformers' name of one, got {base!r}."
         )
     BASES[name] = base
     add_name(OptimizerNames, name)
+
+
+def _is_optimizer_class(given: Any) -> bool:
+    return isinstance(given, type) and issubclass(given, Optimizer)
 
 
 def _refuse_unsuitable(name: str) -> None:
@@ -188,30 +193,49 @@ def _worth_logging(mechanic: MechanicOptimizer) -> dict[str, float]:
 # -------------------------------------------------------------------------------- registration
 
 
-def _patch_trainer() -> None:
-    """Wraps the static method that every version uses to look up the class, and adds the callback."""
-    trainer = importlib.import_module("transformers.trainer")
-    original = trainer.Trainer.get_optimizer_cls_and_kwargs
-    if not hasattr(original, "_mechanic"):
+def _patch_lookup() -> None:
+    """Wraps the static method that every version uses to look up the class. Idempotent."""
+    trainer = importlib.import_module("transformers.trainer").Trainer
+    original = trainer.get_optimizer_cls_and_kwargs
+    if hasattr(original, "_mechanic"):
+        return
 
-        @functools.wraps(original)
-        def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> Found:
-            if is_mechanic(args):
-                return class_and_kwargs(original, args, model)
-            return original(args, model)  # type: ignore[no-any-return]
+    @functools.wraps(original)
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> Found:
+        if is_mechanic(args):
+            return class_and_kwargs(original, args, model)
+        return original(args, model)  # type: ignore[no-any-return]
 
-        get_optimizer_cls_and_kwargs._mechanic = True  # type: ignore[attr-defined]
-        trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)
-    names = [callback.__name__ for callback in trainer.DEFAULT_CALLBACKS]
-    if MechanicCallback.__name__ not in names:
-        # the default callbacks run before those that read the logs, such as TensorBoard's
-        trainer.DEFAULT_CALLBACKS.append(MechanicCallback)
+    get_optimizer_cls_and_kwargs._mechanic = True  # type: ignore[attr-defined]
+    trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)
+
+
+def _patch_callbacks() -> None:
+    """Gives every Trainer the callback. Idempotent.
+
+    By the class that calls them: programs such as ms-swift put a list of their own in the place of DEFAULT_CALLBACKS.
+    """
+    original = CallbackHandler.__init__
+    if hasattr(original, "_mechanic"):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: CallbackHandler, callbacks: Iterable[Any], *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        callbacks = list(callbacks)
+        kinds = [each if isinstance(each, type) else type(each) for each in callbacks]
+        if not any(issubclass(kind, MechanicCallback) for kind in kinds):
+            callbacks.insert(1, MechanicCallback)  # behind the flow, before those that read the logs
+        original(self, callbacks, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    __init__._mechanic = True  # type: ignore[attr-defined]
+    CallbackHandler.__init__ = __init__  # type: ignore[method-assign]
 
 
 def _register_all() -> None:
     add_names(OptimizerNames)
     accelerate_plugin.install()
-    _patch_trainer()
+    _patch_lookup()
+    _patch_callbacks()
 
 
 _register_all()

@@ -146,7 +146,18 @@ ELSEWHERE = {
     "results.md": ["python", "python", "python"],
     "CONTRIBUTING.md": ["python", "twine"],
     "plot.md": ["python"],
-    "programs.md": ["mechanic-run", "python", "litgpt", "accelerate", "accelerate", *["mechanic-run"] * 2, "torchrun"],
+    "programs.md": [
+        "mechanic-run",
+        "python",
+        "litgpt",
+        "accelerate",
+        "accelerate",
+        "mechanic-run",
+        "mechanic-run",
+        "torchrun",
+        "python",
+        "mechanic-run",
+    ],
     "runner.md": ["mechanic-run"],
 }
 """What is marked as not run, by page: it needs ranks, hours or the network. The marks say which test stands in."""

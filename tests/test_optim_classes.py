@@ -18,7 +18,7 @@ import torch
 from problems import differences, everything, perceptron, train
 from torch.optim import Optimizer
 
-from mechanic_plugins import MechanicOptimizer, Mechanized, demechanize, lion, mechanize, muon, optim
+from mechanic_plugins import MechanicOptimizer, Mechanized, demechanize, lion, mechanize, muon, optim, unwrap
 from mechanic_plugins.optimizer import MechanicOptimizer as Core
 from mechanic_plugins.options import Options, OptionsBesideBetas, OptionsBesideBoth, OptionsBesideEps, parameters
 
@@ -387,6 +387,10 @@ def test_values_are_refused_before_anything_is_built() -> None:
 def test_something_else_in_the_parameters_place() -> None:
     with pytest.raises(TypeError, match=r"AdamW\(\) takes parameters, got the module Sequential: write model.param"):
         optim.AdamW(perceptron())
+    with pytest.raises(TypeError, match=r"AdamW\(\) takes parameters, got the module Sequential: write model.param"):
+        optim.AdamW(params=perceptron())
+    with pytest.raises(TypeError, match=r"AdamW\(\) takes parameters, got the class SGD: write model.parameters"):
+        optim.AdamW(torch.optim.SGD)
     built = torch.optim.AdamW(perceptron().parameters())
     with pytest.raises(
         TypeError, match=r"takes parameters, got AdamW: mechanize\(optimizer\) is for one that is built"
@@ -400,3 +404,9 @@ def test_something_else_in_the_parameters_place() -> None:
         optim.wrap(optim.AdamW)
     with pytest.raises(ValueError, match="AdamW is mechanized already"):
         mechanize(optim.AdamW(perceptron().parameters()))
+
+
+def test_a_class_in_an_optimizers_place() -> None:
+    for function in (demechanize, unwrap):
+        with pytest.raises(TypeError, match=r"got the class AdamW .*: build it, as AdamW\(model.parameters\(\)\)"):
+            function(optim.AdamW)

@@ -99,6 +99,8 @@ def _owner(key: str, pair: str, base: BaseKeys) -> tuple[str, str]:
 def _unknown(name: str, pair: str, base: BaseKeys) -> str:
     similar = difflib.get_close_matches(name, [*PARSERS, *base.defaults], n=1, cutoff=0.8)
     hint = f": did you mean {similar[0]!r}?" if similar else "."
+    if not base.defaults:
+        return f"optim_args has {pair}, which is none of Mechanic's keys ({', '.join(PARSERS)}){hint}"
     return (
         f"optim_args has {pair}, which is a key of neither Mechanic ({', '.join(PARSERS)}) nor {base.name} "
         f"({', '.join(base.defaults)}){hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from typing import NamedTuple
 
@@ -40,7 +41,9 @@ def parse(words: list[str], usage: str) -> Command:
             stop("which module? Usage: python -m mechanic_plugins.run -m module [its arguments]")
         return Command(plan, target, [arguments[0], *ranks, *arguments[1:]])
     if target.startswith("-"):
-        stop(f"expected a script or -m before the script's own arguments, got {target}")
+        similar = difflib.get_close_matches(target.partition("=")[0], _OPTIONS, n=1)
+        hint = f": did you mean {similar[0]}?" if similar else "."
+        stop(f"expected a script or -m before the script's own arguments, got {target}{hint}")
     return Command(plan, target, [*ranks, *arguments])
 
 

@@ -5,6 +5,7 @@ Without a probe it only records, and says at the end what was learned.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -159,7 +160,9 @@ def _lines(run: _Run, probe: int, is_hf: bool) -> list[str]:
         groups = [groups[0]._replace(name="all groups" if len(groups) > 1 else "")]
     quarter = max(1, len(run.history) // 4)
     lines = [f"{title}. Learned lr, and its range over the last {quarter} steps:"]
-    lines += [f"  {group.name + ': ' if group.name else ''}{_as_written(group)}" for group in groups]
+    peaks = map(math.prod, run.history.peaks())
+    written = [_as_written(group, peak) for group, peak in zip(groups, peaks, strict=False)]
+    lines += [f"  {group.name + ': ' if group.name else ''}{text}" for group, text in zip(groups, written, strict=True)]
     lines += ["Set it in the plain optimizer:", f"  {_code(run.base, groups)}"]
     if is_hf:
         of = "" if len(groups) == 1 else f" (of group {groups[0].name})"
@@ -169,8 +172,10 @@ def _lines(run: _Run, probe: int, is_hf: bool) -> list[str]:
     return lines
 
 
-def _as_written(group: Spread) -> str:
-    return f"{group.middle:.3g} ({group.low:.3g} to {group.high:.3g})"
+def _as_written(group: Spread, peak: float) -> str:
+    """With the highest lr that was in force, where the last quarter was far below it."""
+    earlier = f", earlier up to {peak:.3g}" if peak > 2 * group.middle else ""
+    return f"{group.middle:.3g} ({group.low:.3g} to {group.high:.3g}){earlier}"
 
 
 def _code(base: type, groups: list[Spread]) -> str:

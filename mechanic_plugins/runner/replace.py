@@ -43,8 +43,9 @@ def _looked_up(name: str, module: ModuleType, plan: Plan) -> Any:
     if found is None and plan.is_default:
         return None
     if found is None:
-        similar = difflib.get_close_matches(last, dir(module), n=1)
-        hint = f": did you mean {module.__name__}.{similar[0]}?" if similar else "."
+        by_lower = {each.lower(): each for each in dir(module) if each[0].isupper()}
+        similar = difflib.get_close_matches(last.lower(), by_lower, n=1)
+        hint = f": did you mean {module.__name__}.{by_lower[similar[0]]}?" if similar else "."
         stop(f"--replace {name}: {module.__name__} has no {last}{hint}")
     if not isinstance(found, type) or not any(c.__module__ == "torch.optim.optimizer" for c in found.__mro__):
         stop(f"--replace {name} is no class of optimizers, a subclass of torch.optim.Optimizer, but {found!r}.")

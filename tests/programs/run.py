@@ -1,28 +1,41 @@
 """The programs of docs/programs.md, each installed by pip and tested: `make test-programs`.
 
-Into .programs/, one environment for those that go together. It needs the network and some 10 GB, and is no part of CI:
-what of it is in the development set runs in `make test`, and what is not is skipped there.
+Into .programs/, one environment for those that go together, removed when its tests pass unless `--keep` is given.
+Not part of CI, for it needs the network: what is in the development set runs in `make test`, the rest is skipped there.
+
+An environment has the torch of constraints.txt unless its programs need an older one. Which build of it, for the CPU or
+for CUDA, is for pip's configuration to say; the tests need no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 HOME = REPO / ".programs"
+TORCH = re.search(r"^torch==\S+", (REPO / "constraints.txt").read_text(), flags=re.MULTILINE)
+
+WITH_TORCHVISION = "torch==2.10.0"
+"""The last whose torchvision, as the index has it, also loads beside a torch for the CPU on ARM."""
 
 GROUPS = {
-    "small": ["datasets", "hydra-core", "mmengine", "peft", "sentence-transformers", "timm", "trl"],
+    "small": ["datasets", "hydra-core", "mmengine", "peft", "prodigyopt", "sentence-transformers", "trl"],
+    "timm": ["timm", WITH_TORCHVISION],
     "litgpt": ["litgpt"],
-    "torchtune": ["torchtune", "torchao<0.10"],  # its releases end with 0.6
-    "torchtitan": ["torchtitan"],
-    "composer": ["mosaicml"],
-    "llama-factory": ["llamafactory"],
+    "torchtune": ["torchtune", "torchao<0.10", WITH_TORCHVISION],  # its releases end with 0.6
+    "torchtitan": ["torchtitan>=0.3"],
+    "composer": ["mosaicml", "torch<2.7.1"],
+    "llama-factory": ["llamafactory", "torchaudio==2.10.0", WITH_TORCHVISION],
+    "ms-swift": ["ms-swift"],
 }
 """Programs that can be installed together."""
+
+TESTS = ["tests/programs", "tests/runner/test_replace.py"]  # the latter has Prodigy
 
 NEEDED = ["pytest", "pytest-timeout", "pytest-xdist", "accelerate", "lightning", "jsonargparse[signatures]"]
 
@@ -30,22 +43,34 @@ NEEDED = ["pytest", "pytest-timeout", "pytest-xdist", "accelerate", "lightning",
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=GROUPS, help="one environment")
+    parser.add_argument("--keep", action="store_true", help="keep the environments, some 2 GB each")
     args, pytest_args = parser.parse_known_args()
     names = [args.only] if args.only else list(GROUPS)
-    failed = [name for name in names if not run(name, pytest_args)]
+    failed = [name for name in names if not run(name, args.keep, pytest_args)]
     print(f"\nfailed: {', '.join(failed)}" if failed else "\nall passed")
     return bool(failed)
 
 
-def run(name: str, pytest_args: list[str]) -> bool:
+def run(name: str, keep: bool, pytest_args: list[str]) -> bool:
     """Whether its programs could be installed and their tests passed."""
     print(f"\n== {name}", flush=True)
     python = HOME / name / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", HOME / name], check=True)
-    install = [python, "-m", "pip", "install", "--quiet", "--editable", REPO, *GROUPS[name], *NEEDED]
-    tests = [python, "-m", "pytest", "-q", "tests/programs", *pytest_args]
-    return all(subprocess.run(command, cwd=REPO).returncode == 0 for command in (install, tests))
+    install = [python, "-m", "pip", "install", "--quiet", "--editable", REPO, *requirements(name)]
+    tests = [python, "-m", "pytest", "-q", *TESTS, *pytest_args]
+    passed = all(subprocess.run(command, cwd=REPO).returncode == 0 for command in (install, tests))
+    if passed and not keep:
+        shutil.rmtree(HOME / name)
+    return passed
+
+
+def requirements(name: str) -> list[str]:
+    """Its programs, what the tests need, and a torch."""
+    programs = GROUPS[name]
+    if TORCH is None or any(re.match("torch[<=]", each) for each in programs):
+        return [*programs, *NEEDED]
+    return [*programs, *NEEDED, TORCH[0]]
 
 
 if __name__ == "__main__":

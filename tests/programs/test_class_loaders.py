@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from tiny import installed
 from torch.utils.data import DataLoader, TensorDataset
 
 from mechanic_plugins import MechanicOptimizer, optim, unwrap
@@ -55,9 +58,9 @@ def assert_trains(net: torch.nn.Module, opt: Any) -> MechanicOptimizer:
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
 @pytest.mark.parametrize("scheduler", [False, True])
 def test_lightning_cli_by_name(package: str, scheduler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pl = pytest.importorskip("lightning.pytorch" if package == "lightning" else package)
-    pytest.importorskip("jsonargparse")
-    cli_module = pytest.importorskip(f"{pl.__name__}.cli")
+    pl = installed("lightning.pytorch" if package == "lightning" else package)
+    installed("jsonargparse")
+    cli_module = installed(f"{pl.__name__}.cli")
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
@@ -101,7 +104,7 @@ def test_lightning_cli_by_name(package: str, scheduler: bool, monkeypatch: pytes
 
 
 def test_fabric() -> None:
-    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    fabric = installed("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     net = model()
     net_on_it, opt = fabric.setup(net, optim.AdamW(net.parameters()))
     for x, y in fabric.setup_dataloaders(data()):
@@ -116,7 +119,7 @@ def test_fabric() -> None:
 
 
 def test_litgpt() -> None:
-    utils = pytest.importorskip("litgpt.utils")
+    utils = installed("litgpt.utils")
     config = {"class_path": NAME, "init_args": {"weight_decay": 0.1, "mechanic_betas": [0.9, 0.99]}}
     net = model()
     opt = utils.instantiate_torch_optimizer(config, net.parameters(), fused=False)  # as its pretrain and finetune do
@@ -127,15 +130,15 @@ def test_litgpt() -> None:
 
 
 def test_torchtune() -> None:
-    config = pytest.importorskip("torchtune.config")
-    omegaconf = pytest.importorskip("omegaconf")
+    config = installed("torchtune.config")
+    omegaconf = installed("omegaconf")
     net = model()
     yaml = omegaconf.OmegaConf.create({"_component_": NAME, "lr": 1.0, "weight_decay": 0.1, "scope": "all"})
     assert_trains(net, config.instantiate(yaml, net.parameters()))
 
 
 def test_hydra() -> None:
-    hydra = pytest.importorskip("hydra.utils")
+    hydra = installed("hydra.utils")
     net = model()
     assert_trains(net, hydra.instantiate({"_target_": NAME, "weight_decay": 0.1}, params=net.parameters()))
     net = model()
@@ -145,7 +148,7 @@ def test_hydra() -> None:
 
 
 def test_timm() -> None:
-    timm = pytest.importorskip("timm.optim")
+    timm = installed("timm.optim")
     from timm.optim._optim_factory import default_registry
 
     default_registry.register(timm.OptimInfo(name="mechanicadamw", opt_class=NAME, has_betas=True))
@@ -163,7 +166,7 @@ def test_timm() -> None:
 
 
 def test_mmengine() -> None:
-    pytest.importorskip("mmengine")
+    installed("mmengine")
     from mmengine.optim import build_optim_wrapper
     from mmengine.registry import OPTIMIZERS
 
@@ -179,20 +182,39 @@ def test_mmengine() -> None:
 
 
 def test_torchtitan() -> None:
-    titan = pytest.importorskip("torchtitan.components.optimizer")
-    net = model()
-    container = titan.OptimizersContainer([net], optim.AdamW, {"lr": 1.0, "weight_decay": 0.1})
+    """The page's container, built from a config as the trainer does, and its flat checkpoints."""
+    titan = installed("torchtitan.components.optimizer")
+
+    class Mechanized(titan.OptimizersContainer):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(titan.OptimizersContainer.Config):  # type: ignore[misc]
+            pass
+
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Any:
+            return getattr(optim, name)
+
+    def built(net: torch.nn.Module) -> Any:
+        options = {"AdamW": {"s_decay": 0.01}}
+        groups = titan.default_adamw(lr=1.0).param_groups
+        config = Mechanized.Config(param_groups=groups, optimizer_factory_kwargs_by_name=options)
+        return config.build(model_parts=[net])
+
+    net, twin = model(), model()
+    container = built(net)
     assert type(container.optimizers[0]) is optim.AdamW
+    assert container.optimizers[0].settings.s_decay == 0.01
     losses = train(net, container)
     assert losses[-1] < losses[0]
-    saved, scale = container.state_dict(), container.optimizers[0].scale.item()
-    twin = titan.OptimizersContainer([model()], optim.AdamW, {"lr": 1.0, "weight_decay": 0.1})
-    twin.load_state_dict(saved)
-    assert twin.optimizers[0].scale.item() == scale > 0
+    twin.load_state_dict(copy.deepcopy(net.state_dict()))
+    resumed = built(twin)
+    resumed.load_state_dict(copy.deepcopy(container.state_dict()))
+    assert resumed.optimizers[0].scale == container.optimizers[0].scale > 0
+    assert train(net, container) == train(twin, resumed)
 
 
 def test_composer() -> None:
-    composer = pytest.importorskip("composer")
+    composer = installed("composer")
     from composer.models import ComposerModel
 
     class Wrapped(ComposerModel):  # type: ignore[misc]

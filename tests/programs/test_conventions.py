@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_class_loaders import assert_trains, data, model
+from tiny import installed
 
 from mechanic_plugins import mechanize, optim, unwrap
 
@@ -72,6 +73,24 @@ def test_llm_foundry() -> None:
     assert_trains(net, optim.AdamW(params=net.parameters(), lr=1.0, weight_decay=0.1))
 
 
+def test_verl() -> None:
+    """`build_optimizer` in workers/config/optimizer.py: a module, a name in it, betas for those with "adam" in it."""
+    impl, name = "mechanic_plugins.optim", "AdamW"
+    kwargs = {"lr": 1.0, "weight_decay": 0.1, "betas": (0.9, 0.999), "scope": "all"}
+    net = model()
+    opt = getattr(importlib.import_module(impl), name)(net.parameters(), **kwargs)
+    assert_trains(net, opt)
+
+
+def test_nemo() -> None:
+    """`setup_optimization` in core/classes/modelPT.py: the class by hydra's `_target_`, its groups, its lr."""
+    instantiate = installed("hydra.utils").instantiate
+    net = model()
+    opt = instantiate({"_target_": "mechanic_plugins.optim.AdamW"}, [{"params": net.parameters()}], lr=1.0)
+    assert type(opt) is optim.AdamW
+    assert_trains(net, opt)
+
+
 def test_composer_convention() -> None:
     """Trainer(optimizers=...) asks for an Optimizer, and copies its settings into its logs."""
     net = model()
@@ -82,7 +101,7 @@ def test_composer_convention() -> None:
 
 def test_diffusers_scripts() -> None:
     """They build `torch.optim.AdamW` in one place, and hand it to accelerate."""
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = installed("accelerate")
     net = model()
     optimizer_cls = optim.AdamW
     opt = optimizer_cls(net.parameters(), lr=1.0, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
@@ -112,11 +131,10 @@ def test_nanogpt() -> None:
 
 def test_axolotl_passes_its_optimizer_on() -> None:
     """`optimizer` and `optim_args` of its YAML become those of TrainingArguments, once a name is known there."""
-    transformers = pytest.importorskip("transformers")
-    plugin = importlib.import_module("mechanic_plugins.transformers")
+    transformers = installed("transformers")
+    importlib.import_module("mechanic_plugins.transformers")
     optim_args: dict[str, Any] = {"s_decay": 0.0, "scope": "group"}
     text = ",".join(f"{key}={value}" for key, value in optim_args.items())
     arguments = transformers.TrainingArguments(output_dir="out", optim="mechanic_adamw", optim_args=text, use_cpu=True)
     cls, kwargs = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments)
-    assert plugin.MechanicCallback in importlib.import_module("transformers.trainer").DEFAULT_CALLBACKS
     assert cls(model().parameters(), **kwargs).settings.scope == "group"

@@ -19,7 +19,7 @@ import mechanic_plugins.transformers  # noqa: F401  the line of the page
 
 
 def dataset(rows: list[dict[str, Any]]) -> Any:
-    return pytest.importorskip("datasets").Dataset.from_list(rows)
+    return tiny.installed("datasets").Dataset.from_list(rows)
 
 
 # -------------------------------------------------------------------- TRL
@@ -27,11 +27,11 @@ def dataset(rows: list[dict[str, Any]]) -> Any:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_trl_sft(tmp_path: Path, lora: bool) -> None:
-    trl = pytest.importorskip("trl")
+    trl = tiny.installed("trl")
     rows = dataset([{"text": tiny.sentence(i)} for i in range(64)])
     found = []
     for lr in (5e-5, 3e-2):
-        adapter = pytest.importorskip("peft").LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+        adapter = tiny.installed("peft").LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
         arguments = trl.SFTConfig(**tiny.training_arguments(tmp_path), learning_rate=lr, max_length=16)
         trainer = trl.SFTTrainer(
             tiny.language_model(),
@@ -47,7 +47,7 @@ def test_trl_sft(tmp_path: Path, lora: bool) -> None:
 
 
 def test_trl_dpo(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
+    trl = tiny.installed("trl")
     rows = [{"prompt": "cat is ", "chosen": tiny.sentence(i), "rejected": tiny.sentence(i + 1)} for i in range(64)]
     arguments = trl.DPOConfig(**tiny.training_arguments(tmp_path), max_length=24)
     trainer = trl.DPOTrainer(
@@ -65,7 +65,7 @@ def test_trl_dpo(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_trl_on_the_command_line(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
+    tiny.installed("trl")
     model = tiny.saved(tmp_path / "model")
     data = tmp_path / "data"
     data.mkdir()
@@ -83,7 +83,7 @@ def test_trl_on_the_command_line(tmp_path: Path) -> None:
 
 
 def lora_model() -> Any:
-    peft = pytest.importorskip("peft")
+    peft = tiny.installed("peft")
     config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
     return peft.get_peft_model(tiny.language_model(), config)
 
@@ -131,7 +131,7 @@ def test_loraplus(scope: str) -> None:
 
 
 def test_sentence_transformers(tmp_path: Path) -> None:
-    library = pytest.importorskip("sentence_transformers")
+    library = tiny.installed("sentence_transformers")
     from sentence_transformers import losses
 
     model = library.SentenceTransformer(str(tiny.saved(tmp_path / "model")), device="cpu")

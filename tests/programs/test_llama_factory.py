@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ import tiny
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"finetuning_type": "lora", "lora_target": "c_attn", "loraplus_lr_ratio": 16}])
 def test_llama_factory(tmp_path: Path, more: dict[str, object]) -> None:
-    """LoRA+ there makes four groups, of which two are empty here."""
-    pytest.importorskip("llamafactory")
+    """LoRA+ there makes four groups, of which two are empty here; and it runs in a process that torchrun starts."""
+    tiny.installed("llamafactory")
     rows = [{"instruction": "is cat", "input": "", "output": tiny.sentence(i)} for i in range(64)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     (tmp_path / "dataset_info.json").write_text(json.dumps({"tiny": {"file_name": "rows.json"}}))
@@ -33,8 +34,14 @@ def test_llama_factory(tmp_path: Path, more: dict[str, object]) -> None:
         **more,
     }
     (tmp_path / "train.yaml").write_text(json.dumps(config))  # which is YAML too
+    torchrun = {
+        "FORCE_TORCHRUN": "1",
+        "NPROC_PER_NODE": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    environment = {**os.environ, **(torchrun if more else {})}
     command = [sys.executable, "-m", "mechanic_plugins.run", "-m", "llamafactory.cli", "train", "train.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     logs = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     scales = [entry["mechanic/scale"] for entry in logs if "mechanic/scale" in entry]

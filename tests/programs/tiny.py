@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from mechanic_plugins import MechanicOptimizer, unwrap
 
 WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog", "is", "not"]
+
+
+def installed(module: str) -> Any:
+    """The module, or a skipped test where its package is missing. One that is there and fails to import is an error."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    return importlib.import_module(module)
 
 
 def tokenizer() -> Any:

@@ -190,6 +190,28 @@ def test_the_learned_lr_is_that_of_the_schedules_peak(schedule: str) -> None:
     assert found.low > 0
 
 
+FELL = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+x = torch.randn(256, 8)
+for _ in range(100):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+    optimizer.step()
+"""
+
+
+def test_a_learned_lr_that_has_fallen_says_how_high_it_was(run: Runner, tmp_path: Path) -> None:
+    """It shot up on a full batch: what is learned last is small, and the run was made by what came before."""
+    (tmp_path / "train.py").write_text(FELL)
+    done = run("--probe", "40", "train.py")
+    assert done.returncode == 0, done.stderr
+    late, earlier = done.stdout.splitlines()[1].split(", earlier up to ")
+    assert float(earlier) > 2 * float(late.split()[0])
+
+
 # -------------------------------------------------------------------- launchers and engines
 
 ACCELERATE = """

@@ -202,6 +202,7 @@ def test_any_class_around_any_other(library: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("fancy", "has no fancy: did you mean library_test_names_that_are_refused.Fancy?"),
         ("Fency", "has no Fency: did you mean library_test_names_that_are_refused.Fancy?"),
         ("Module", "is no class of optimizers"),
         ("Mechanic", "name the plain class that the program builds"),
@@ -218,7 +219,8 @@ def test_names_that_are_refused(library: Any, name: str, message: str, capsys: p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("scop=group", "--options has scop=group, which is a key of neither"),
+        ("scop=group", "--options has scop=group, which is none of Mechanic's keys (betas, "),
+        ("scop=group", "): did you mean 'scope'?"),
         ("scope=groups", "--options has scope='groups', which must be one of all, group."),
         ("s_decay=-1", "s_decay must be"),
     ],

@@ -56,7 +56,7 @@ def test_a_probe_replaces_torchs_optimizers_unless_told_otherwise() -> None:
         ("--replace torch.optim.AdamW", "which script?"),
         (
             "--replaces torch.optim.AdamW x.py",
-            "expected a script or -m before the script's own",
+            "expected a script or -m before the script's own arguments, got --replaces: did you mean --replace?",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from hf_script import build_model, run
 from hf_tiny import assert_same, by_step, command_line, plain_loop
 from transformers import HfArgumentParser, Trainer, TrainingArguments
-from transformers.trainer import DEFAULT_CALLBACKS
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.training_args import OptimizerNames
 
 from mechanic_plugins.hf.optim_names import BASES
@@ -45,10 +45,27 @@ def test_the_enum_has_real_members(tmp_path: Path) -> None:
 
 
 def test_registering_twice_is_harmless() -> None:
-    before = (list(OptimizerNames), list(DEFAULT_CALLBACKS), Trainer.get_optimizer_cls_and_kwargs)
+    before = (list(OptimizerNames), CallbackHandler.__init__, Trainer.get_optimizer_cls_and_kwargs)
     _register_all()
-    assert before == (list(OptimizerNames), list(DEFAULT_CALLBACKS), Trainer.get_optimizer_cls_and_kwargs)
-    assert DEFAULT_CALLBACKS.count(MechanicCallback) == 1
+    assert before == (list(OptimizerNames), CallbackHandler.__init__, Trainer.get_optimizer_cls_and_kwargs)
+
+
+def callbacks(folder: Path, *more: Any) -> list[type]:
+    trainer = Trainer(build_model(), arguments(folder), callbacks=[*more])
+    return [type(each) for each in trainer.callback_handler.callbacks]
+
+
+def test_the_callback_comes_before_those_that_read_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a program has put callbacks of its own in the place of the default ones, as ms-swift does."""
+
+    class Flow(DefaultFlowCallback):
+        pass
+
+    assert callbacks(tmp_path)[:2] == [DefaultFlowCallback, MechanicCallback]
+    monkeypatch.setattr("transformers.trainer.DEFAULT_CALLBACKS", [Flow])
+    assert callbacks(tmp_path)[:2] == [Flow, MechanicCallback]
+    for given in (MechanicCallback, MechanicCallback()):
+        assert callbacks(tmp_path, given).count(MechanicCallback) == 1
 
 
 @pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"])
@@ -68,6 +85,12 @@ def test_a_plain_run_has_no_mechanic_in_it(tmp_path: Path) -> None:
 class Momentum(torch.optim.SGD):
     def __init__(self, params: Any, lr: float, momentum: float = 0.0, dampening: float = 0.0) -> None:
         super().__init__(params, lr=lr, momentum=momentum, dampening=dampening)
+
+
+def test_an_instance_in_a_classs_place() -> None:
+    built = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(TypeError, match=r"mechanic_built needs a subclass of torch.optim.Optimizer"):
+        register("mechanic_built", built)  # type: ignore[arg-type]
 
 
 def test_a_class_of_ones_own(tmp_path: Path) -> None:
