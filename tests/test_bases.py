@@ -45,6 +45,30 @@ def test_lion_passes_over_a_group_without_gradients() -> None:
     assert (b == 1).all()
 
 
+class SGDW(TextbookLion): ...
+
+
+class PID(TextbookLion): ...
+
+
+class AggMo(TextbookLion): ...
+
+
+class QHM(TextbookLion): ...
+
+
+class Pidgin(TextbookLion): ...
+
+
+@pytest.mark.parametrize("cls", [SGDW, PID, AggMo, QHM, Pidgin])
+def test_bases_whose_steps_grow_with_the_gradient_start_carefully(cls: Any) -> None:
+    """pytorch_optimizer's names. PID started as AdamW does: its loss went from 0.2 to 43 within fifteen steps."""
+    settings = mechanize(cls([nn.Parameter(torch.ones(2))], lr=0.1)).settings
+    sgds = mechanize(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)).settings
+    careful = (settings.first_move, settings.hindsight) == (sgds.first_move, sgds.hindsight)
+    assert careful is (cls is not Pidgin)
+
+
 class AdamWScheduleFree(torch.optim.SGD): ...
 
 

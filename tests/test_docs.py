@@ -21,6 +21,7 @@ from documented import PAGES, ROOT, Model, blocks, execute, python_blocks, train
 from torch import Tensor
 
 from mechanic_plugins import MechanicOptimizer, mechanize
+from mechanic_plugins.core.tuner_state import empty_sums
 
 README = (ROOT / "README.md").read_text()
 
@@ -292,3 +293,14 @@ def test_the_table_of_ranks_is_what_the_model_says() -> None:
     from mechanic_plugins.bench.costs import ranks_table
 
     assert ranks_table() in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_the_bytes_of_the_all_reduce_are_those_of_the_sums() -> None:
+    """Two pages said 48 bytes for each param group, which counts the number of gradients once too often."""
+    pages = {name: (ROOT / "docs" / name).read_text() for name in ("performance.md", "sharding.md")}
+    one, two = (empty_sums(tuners, torch.device("cpu")).nbytes for tuners in (1, 2))
+    each = two - one
+    for page in (*pages.values(), (ROOT / "README.md").read_text()):
+        assert f"one all-reduce of {one} bytes per step" in page
+    assert f'({one - each}, and {each} per param group, with `scope="group"`)' in pages["performance.md"]
+    assert f"{each} bytes per param group, plus {one - each}." in pages["sharding.md"]

@@ -39,6 +39,9 @@ _OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm", "accsgd"
 """Parts of class names, and whole names, in lower case: optimizers that do not add an update to the current weights but
 compute the weights from iterates, averages or starting points of their own, or learn a scale from those."""
 
+_MOMENTUM_SGD = ("aggmo", "pid", "qhm")
+"""Whole class names, in lower case: kinds of SGD with momentum whose name does not say so."""
+
 _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
 
@@ -62,7 +65,8 @@ def ignores_a_schedule(base: Optimizer) -> bool:
 
 def steps_grow_with_gradient(base: Optimizer) -> bool:
     """SGD and its kin. Other optimizers normalise their steps, by moments, signs or norms."""
-    return any("sgd" in parent.__name__.lower() for parent in type(base).__mro__)
+    names = [parent.__name__.lower() for parent in type(base).__mro__]
+    return any("sgd" in name or name in _MOMENTUM_SGD for name in names)
 
 
 def is_torchs_own(base: Optimizer) -> bool:
