@@ -293,6 +293,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(args, device)
+    dist.barrier()  # a process that leaves early breaks the connections of the others
     dist.destroy_process_group()
 
 

@@ -226,7 +226,7 @@ data = torch.utils.data.DataLoader(torch.randn(800, 4), batch_size=4)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1000)
 model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
 assert isinstance(optimizer.optimizer, AdamW)
-print("ranks", accelerator.num_processes)
+print(f"ranks {accelerator.num_processes}")  # in one piece: the ranks share a pipe
 for x in data:
     accelerator.backward(((model(x) - x.sum(1, keepdim=True)) ** 2).mean())
     optimizer.step()

@@ -186,7 +186,7 @@ if {steps}:
 PLAIN = "opt = torch.optim.AdamW([p])"
 MECHANIC = "from mechanic_plugins import mechanize; opt = mechanize(torch.optim.AdamW([p]))"
 LOST = "mechanic_plugins.run: mechanic_adamw was asked for, but the program trained with AdamW, without Mechanic"
-WARNED = "mechanic_plugins.run: warning: nothing was mechanized (optimizers built: {})."
+WARNED = "mechanic_plugins.run: warning: nothing was mechanized (optimizers built: {})"
 
 
 @pytest.mark.parametrize(
