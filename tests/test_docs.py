@@ -144,6 +144,7 @@ ELSEWHERE = {
     "deepspeed.md": ["torchrun", "python"],
     "sharding.md": ["torchrun", "torchrun"],
     "results.md": ["python", "python", "python"],
+    "performance.md": ["python"],
     "CONTRIBUTING.md": ["python", "twine"],
     "plot.md": ["python"],
     "programs.md": [
