@@ -86,12 +86,12 @@ def unwrap(optimizer: Any) -> MechanicOptimizer:
     Raises:
         TypeError: There is none in it.
     """
-    found = find(optimizer)
     if isinstance(optimizer, type):
         raise TypeError(
             f"got the class {optimizer.__name__} in the place of an optimizer: build it, as "
             f"{optimizer.__name__}(model.parameters())."
         )
+    found = find(optimizer)
     if found is None:
         raise TypeError(f"there is no mechanized optimizer in {chain(optimizer)}: mechanize() it before it is wrapped.")
     return found
