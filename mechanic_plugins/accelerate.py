@@ -68,6 +68,7 @@ def _keeping_mechanic(mapping: Mapping) -> Mapping:
             sync_replicas=optimizer.sync_replicas,
             backend=optimizer.backend,
             max_grad_norm=optimizer.max_grad_norm,
+            total_steps=optimizer.total_steps,
         )
 
     map_pytorch_optim_to_deepspeed._mechanic = True  # type: ignore[attr-defined]

@@ -55,6 +55,8 @@ def mechanize(
         max_scale: Never play a scale above this.
         max_grad_norm: Clip the gradients in the step, as `torch.nn.utils.clip_grad_norm_` before it would: by the norm
             of all gradients of all ranks, which the step knows anyway.
+        total_steps: The number of optimizer steps in the run, if it is known: in a short one (below 400) the scale then
+            rises from a longer first move. Lightning's and Hugging Face's plugins fill it in.
         group: The ranks that share the parameters, where that is not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
         backend: How the passes over memory are made: "fused" (the base's update and Mechanic's in one), "triton" or

@@ -15,7 +15,15 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 import torch.distributed as dist
 
-from mechanic_plugins.core.settings import LEFT_OPEN, Preset, Rule, Scope, Settings, check_max_grad_norm
+from mechanic_plugins.core.settings import (
+    LEFT_OPEN,
+    Preset,
+    Rule,
+    Scope,
+    Settings,
+    check_max_grad_norm,
+    check_total_steps,
+)
 from mechanic_plugins.optimizer.interface import Wrapper
 from mechanic_plugins.passes.planner import Backend
 
@@ -35,6 +43,7 @@ class _Common(TypedDict, total=False):
     scope: Scope
     max_scale: float | None
     max_grad_norm: float | None
+    total_steps: int | None
     group: dist.ProcessGroup | None
     sync_replicas: bool
     backend: Backend
@@ -94,8 +103,10 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in known:
             raise TypeError(f"mechanize() has no option {name!r}{hint(name, known)} It has {', '.join(known)}.")
-    own = {name: options[name] for name in ("max_grad_norm", "group", "sync_replicas", "backend") if name in options}
+    beside = ("max_grad_norm", "total_steps", "group", "sync_replicas", "backend")
+    own = {name: options[name] for name in beside if name in options}
     check_max_grad_norm(own.get("max_grad_norm"))
+    check_total_steps(own.get("total_steps"))
     return {"settings": Settings.from_preset(**{k: v for k, v in options.items() if k not in own}), **own}
 
 

@@ -108,15 +108,17 @@ class MechanicCallback(TrainerCallback):
     ) -> None:
         """Rejects an optimizer that lost its scale, which would train silently at the wrong learning rate."""
         self.history = ScaleHistory()
-        if find(optimizer) is not None:
+        mechanic = find(optimizer)
+        if mechanic is not None:
             _warn_of_schedule(args, state)
+            _tell_total_steps(mechanic, state)
         elif is_mechanic(args):
             raise RuntimeError(
                 f"--optim {name_of(args)} was requested, but the optimizer is {chain(optimizer)} without Mechanic: it "
                 'was replaced. Remove the "optimizer" block from the DeepSpeed config, and do not pass an optimizer to '
                 "Trainer."
             )
-        if find(optimizer) is None:
+        if mechanic is None:
             refuse_unscaled_resume(optimizer)
 
     def on_optimizer_step(
@@ -168,6 +170,13 @@ class MechanicCallback(TrainerCallback):
             logger.warning(line)
             if is_rising:
                 logger.warning(TOO_SHORT)
+
+
+def _tell_total_steps(mechanic: MechanicOptimizer, state: TrainerState) -> None:
+    if mechanic.total_steps is None and state.max_steps > 0:
+        mechanic.total_steps = state.max_steps
+        if state.is_world_process_zero:
+            logger.info(f"Mechanic: the run has {state.max_steps} optimizer steps.")
 
 
 def _warn_of_schedule(args: TrainingArguments, state: TrainerState) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-__all__ = ["LEFT_OPEN", "PRESETS", "Preset", "Rule", "Scope", "Settings", "check_max_grad_norm"]
+__all__ = ["LEFT_OPEN", "PRESETS", "Preset", "Rule", "Scope", "Settings", "check_max_grad_norm", "check_total_steps"]
 
 Preset = Literal["paper", "0.1"]
 Rule = Literal["optimistic", "paper", "experiments", "optax", "theory"]
@@ -41,6 +41,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The paper's constants, and the defaults of version 0.1 of this package."""
 FOR_GROWING_STEPS: dict[str, Any] = {"first_move": 5e-4, "hindsight": 0.3}
 """The defaults for a base whose steps grow with the gradient: at too large a scale it diverges within a few steps."""
+WAY_OF_A_RUN = 1.2
+LONGEST_FIRST_MOVE = 8e-3
+"""In a run that is known to be short, as many first moves as it has steps make up the first number, up to the second:
+from the default the scale would still be rising when a LoRA of 75 steps ends."""
 LEFT_OPEN = tuple(PRESETS["0.1"])
 """Options that may be None: the preset's value is used, or the rule's, or the default."""
 
@@ -100,6 +104,14 @@ class Settings:
         }
         return replace(self, steps_grow=True, **open_)
 
+    def for_run(self, total_steps: int | None) -> Settings:
+        """With a first move for a run of so many steps, where neither the user nor a preset chose one."""
+        is_open = "first_move" not in self._chosen and self.first_move == Settings.first_move
+        if total_steps is None or self.steps_grow or self.rule != "optimistic" or not is_open:
+            return self
+        wanted = min(max(WAY_OF_A_RUN / total_steps, self.first_move), LONGEST_FIRST_MOVE)
+        return replace(self, first_move=wanted)
+
     def at_lr(self, lr: float) -> Settings:
         """Settings that give the same trajectory for a base whose updates are `lr` times as long."""
         return replace(
@@ -127,6 +139,11 @@ class _Allowed(NamedTuple):
 def check_max_grad_norm(value: object) -> None:
     """Validates the option, which is not a constant of the tuner: checkpoints do not hold it."""
     _MAX_GRAD_NORM.check("max_grad_norm", value)
+
+
+def check_total_steps(value: object) -> None:
+    """Validates the option, which checkpoints do not hold either: a run may be resumed for longer."""
+    _TOTAL_STEPS.check("total_steps", value)
 
 
 def _is_number(value: object) -> bool:
@@ -185,6 +202,11 @@ _MAX_GRAD_NORM = _Allowed(
     "None or a number > 0",
     lambda x: x is None or (_is_number(x) and x > 0),
     "gradients with a larger norm are scaled down to it. 1.0 is a common choice; None does not clip.",
+)
+_TOTAL_STEPS = _Allowed(
+    "None or a whole number > 0",
+    lambda x: x is None or (isinstance(x, int) and not isinstance(x, bool) and x > 0),
+    "it is the number of optimizer steps in the run. Leave it None if that is not known.",
 )
 
 _EPS_ABOVE_ZERO = (

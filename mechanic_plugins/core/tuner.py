@@ -19,6 +19,8 @@ That is `rule="paper"`. The default, `rule="optimistic"`, differs in these ways,
   the sign of a run that diverges.
 - sqrt(v) has a floor relative to the longest memory's, instead of an absolute eps: near zero loss h fades away, and a
   bettor with a short memory would raise its bet without limit. So nothing depends on the scale of the loss either.
+- h is the slope of all that the base minimises: of the loss and, where weight decay is added to the gradient, of the
+  penalty (`Sums.dp`).
 - The first bet is placed after `START` gradients, not one, and is measured again as long as the updates grow.
 - A gradient `OUTLIER` times as long as any before it is skipped, like one that is not finite: `gradient_limit`.
 

@@ -27,6 +27,7 @@ from mechanic_plugins.lightning.attach import (
     redirect_schedulers,
     release,
     schedulers_redirected,
+    tell_total_steps,
 )
 from mechanic_plugins.lightning.checks import (
     DEEPSPEED,
@@ -88,6 +89,7 @@ class Mechanic(Callback):
         max_scale: Upper bound on the scale.
         max_grad_norm: Clip the gradients in the step, by their norm. The Trainer's `gradient_clip_val` is clipped by in
             the step too, where that makes no difference to the module.
+        total_steps: The number of optimizer steps in the run [the Trainer's `estimated_stepping_batches`].
         group: The ranks that share the parameters, if not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
         backend: The implementation: "auto", "fused", "triton" or "foreach".
@@ -112,6 +114,7 @@ class Mechanic(Callback):
         scope: Scope = "all",
         max_scale: float | None = None,
         max_grad_norm: float | None = None,
+        total_steps: int | None = None,
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",
@@ -125,6 +128,8 @@ class Mechanic(Callback):
         mechanize(torch.optim.SGD, **self.options)  # rejects invalid values here, not at the first step
         self.optimizers: list[MechanicOptimizer] = []
         self._redirected: list[Any] = []
+        self._asked: list[MechanicOptimizer] = []
+        self._told: list[MechanicOptimizer] = []
         self._histories: dict[MechanicOptimizer, ScaleHistory] = {}
         self._recorded = -1
         self._log = log
@@ -149,10 +154,12 @@ class Mechanic(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._attach(trainer)
+        self._tell(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Other callbacks may have replaced the optimizers."""
         self._attach(trainer)
+        self._tell(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -187,10 +194,18 @@ class Mechanic(Callback):
         self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
         self._redirected += redirect_schedulers(trainer.strategy, self.optimizers)
 
+    def _tell(self, trainer: Trainer) -> None:
+        new = [optimizer for optimizer in self.optimizers if optimizer not in self._asked]
+        if new:
+            self._asked += new
+            self._told += tell_total_steps(trainer, new)
+
     def _release(self, trainer: Trainer) -> None:
         release(trainer.strategy, self._redirected)
         leave_clipping_to_lightning(trainer)
-        self._redirected = []
+        for optimizer in self._told:  # the next fit may be a longer one
+            optimizer.total_steps = None
+        self._redirected, self._asked, self._told = [], [], []
 
 
 # -------------------------------------------------------------------- leaving

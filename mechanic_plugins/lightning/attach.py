@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +18,12 @@ from mechanic_plugins.checkpoints.state import strip
 from mechanic_plugins.core.param_state import DELTA
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.lightning.checks import DEEPSPEED, is_a
-from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_warn
+from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_info, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import configured
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy
 
 __all__ = [
@@ -31,7 +33,23 @@ __all__ = [
     "redirect_schedulers",
     "release",
     "schedulers_redirected",
+    "tell_total_steps",
 ]
+
+
+def tell_total_steps(trainer: Trainer, optimizers: Iterable[MechanicOptimizer]) -> list[MechanicOptimizer]:
+    """Tells the optimizers how long the run is, where nobody else has; returns those that were told.
+
+    With manual optimization only the module knows how often an optimizer is stepped.
+    """
+    steps = trainer.estimated_stepping_batches
+    told = [optimizer for optimizer in optimizers if optimizer.total_steps is None]
+    if not told or not trainer.lightning_module.automatic_optimization or not 0 < steps < math.inf:
+        return []
+    for optimizer in told:
+        optimizer.total_steps = int(steps)
+    rank_zero_info(f"Mechanic: the run has {int(steps)} optimizer steps.")
+    return told
 
 
 def attach(strategy: Strategy, options: Options, *, known: Sequence[MechanicOptimizer]) -> list[MechanicOptimizer]:

@@ -25,7 +25,7 @@ from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.groups import Owner, show_scales
 from mechanic_plugins.core.param_state import DELTA, PREFIX
-from mechanic_plugins.core.settings import Settings, check_max_grad_norm
+from mechanic_plugins.core.settings import Settings, check_max_grad_norm, check_total_steps
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
 from mechanic_plugins.optimizer.delegate import Delegate, Group
 from mechanic_plugins.optimizer.skips import Skips
@@ -49,6 +49,7 @@ class Wrapper(Delegate):
     _step_supports_amp_scaling = False
     max_grad_norm: float | None = None
     """Every step clips the gradients to this norm. Not a setting of the tuner's: checkpoints do not hold it."""
+    _total_steps: int | None = None
     _has_history = True
     """Whether the base had state before Mechanic's first step: made when it was built, or loaded from a plain run."""
 
@@ -61,16 +62,19 @@ class Wrapper(Delegate):
         sync_replicas: bool = False,
         backend: Backend = "auto",
         max_grad_norm: float | None = None,
+        total_steps: int | None = None,
     ) -> None:
         known_bases.check_supported(base)
         check_backend(backend)
         check_max_grad_norm(max_grad_norm)
+        check_total_steps(total_steps)
         self.base = base
         self.settings = settings.for_base(steps_grow_with_gradient=known_bases.steps_grow_with_gradient(base))
         self.group = group
         self.sync_replicas = sync_replicas
         self.backend = backend
         self.max_grad_norm = max_grad_norm
+        self._total_steps = total_steps
         self._has_history = bool(base.state)
         before = vars(base).get(_LIVE)
         self._start()
@@ -82,7 +86,7 @@ class Wrapper(Delegate):
         """Everything that is not state: rebuilt after unpickling."""
         self._held: dict[str, Progress | None] = {}
         vars(self.base)[_LIVE] = self.settings, self._held
-        self._units = Units(self.base, self.settings)
+        self._units = Units(self.base, self.settings.for_run(self._total_steps))
         self._dry_state: object = None
         self._is_plain = False
         self._last_lrs: list[Any] | None = None
@@ -95,6 +99,16 @@ class Wrapper(Delegate):
         self._itself: Owner = ref(self)
         """Lightning's and Fabric's proxies run these methods with another `self`."""
         show_scales(self.param_groups, self._itself)
+
+    @property
+    def total_steps(self) -> int | None:
+        """The number of optimizer steps in the run, if it is known. May be set at any time."""
+        return self._total_steps
+
+    @total_steps.setter
+    def total_steps(self, value: int | None) -> None:
+        check_total_steps(value)
+        self._total_steps, self._units.settings = value, self.settings.for_run(value)
 
     def add_param_group(self, param_group: Group) -> None:
         """The new parameters start with delta = 0; with `scope="group"` they get a tuner of their own."""
@@ -254,7 +268,7 @@ class Wrapper(Delegate):
         And without `step`, which a scheduler plants on the instance, and the process group, which has no pickle.
         """
         self._write_tuner()
-        kept = ("base", "settings", "sync_replicas", "backend", "max_grad_norm", "_has_history")
+        kept = ("base", "settings", "sync_replicas", "backend", "max_grad_norm", "_total_steps", "_has_history")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

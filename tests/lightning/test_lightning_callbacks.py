@@ -7,6 +7,7 @@ import csv
 import functools
 import importlib
 import inspect
+import logging
 import re
 import sys
 import warnings
@@ -350,12 +351,46 @@ def test_every_option_is_documented_with_its_default(documented: Any) -> None:
         assert ast.literal_eval(re.split("[]:;]", default)[0]) == getattr(Settings, name), name
 
 
+class Asks(Mechanic):
+    """What the optimizers are told of the run's length, while it lasts."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.told = [optimizer.total_steps for optimizer in self.optimizers]
+        super().on_train_end(trainer, pl_module)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "steps"),
+    [
+        ({"max_epochs": 3}, 3 * BATCHES),
+        ({"max_epochs": 3, "accumulate_grad_batches": 2}, 3 * -(-BATCHES // 2)),
+        ({"max_epochs": -1, "max_steps": 5}, 5),
+        ({"max_epochs": -1, "max_time": {"seconds": 0.3}}, None),
+    ],
+    ids=str,
+)
+def test_the_trainer_tells_how_long_the_run_is(pl: ModuleType, kwargs: Any, steps: int | None, caplog: Any) -> None:
+    model, callback = module(pl), Asks()
+    with caplog.at_level(logging.INFO):
+        trainer(pl, callback, **kwargs).fit(model, loader())
+    assert callback.told == [steps]
+    assert [optimizer.total_steps for optimizer in callback.optimizers] == [None], "the next fit may be another one"
+    assert caplog.text.count(f"Mechanic: the run has {steps} optimizer steps.") == (steps is not None)
+
+
+def test_a_length_that_was_given_is_kept() -> None:
+    pl = lightning_of("lightning.pytorch")
+    callback = Asks(total_steps=7)
+    trainer(pl, callback).fit(module(pl), loader())
+    assert callback.told == [callback.optimizers[0].total_steps] == [7]
+
+
 def test_every_option_reaches_the_optimizer() -> None:
     """One value for each option that is not its default; an option that is new must be entered here."""
     other: dict[str, Any] = {"betas": (0.5,), "s_init": 0.1, "first_move": 0.1, "s_decay": 0.1, "eps": 0.1}
     other |= {"rule": "paper", "preset": "paper", "normalize_lr": False, "smoothing": 0.1, "hindsight": 0.1}
     other |= {"own_warmup": False, "scope": "group", "max_scale": 3.0, "group": object(), "sync_replicas": True}
-    other |= {"backend": "foreach", "max_grad_norm": 2.0}
+    other |= {"backend": "foreach", "max_grad_norm": 2.0, "total_steps": 50}
     assert Mechanic(**other).options == other
     assert other.keys() == Options.__annotations__.keys()
 

@@ -1,0 +1,98 @@
+"""A run whose length is known: a short one starts from a longer first move."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from problems import descend
+from torch import Tensor, nn
+
+from mechanic_plugins import MechanicOptimizer, mechanize
+from mechanic_plugins.core.settings import Settings
+
+BASES = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def trained(base: str, steps: int = 30, **options: Any) -> tuple[Tensor, MechanicOptimizer]:
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(20, dtype=torch.float64))
+    optimizer = mechanize(BASES[base]([p]), **options)
+    descend(optimizer, p, steps)
+    return p.detach(), optimizer
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "first_move"), [(1, 8e-3), (150, 8e-3), (200, 6e-3), (400, 3e-3), (10**6, 3e-3), (None, 3e-3)]
+)
+def test_a_short_run_starts_from_a_longer_first_move(total_steps: int | None, first_move: float) -> None:
+    assert Settings().for_run(total_steps).first_move == pytest.approx(first_move, rel=1e-15)
+    told, chosen = trained("AdamW", total_steps=total_steps), trained("AdamW", first_move=first_move)
+    torch.testing.assert_close(told[0], chosen[0], rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        ("SGD", {}),
+        ("AdamW", {"first_move": 3e-3}),
+        ("AdamW", {"first_move": 1e-3}),
+        ("AdamW", {"preset": "0.1"}),
+        ("AdamW", {"rule": "paper"}),
+    ],
+    ids=str,
+)
+def test_what_was_chosen_stays(base: str, options: dict[str, Any]) -> None:
+    """SGD diverges from a long first move; a published rule is what was published."""
+    assert torch.equal(trained(base, **options)[0], trained(base, total_steps=75, **options)[0])
+
+
+def test_it_may_be_set_before_the_first_steps() -> None:
+    """As plugins do, which learn it when the run begins."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(20, dtype=torch.float64))
+    optimizer = mechanize(BASES["AdamW"]([p]))
+    optimizer.total_steps = 75
+    descend(optimizer, p, 30)
+    assert torch.equal(p.detach(), trained("AdamW", total_steps=75)[0])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))], ids=["copy", "pickle"])
+def test_copies_know_it(copied: Any) -> None:
+    twin = copied(mechanize(BASES["AdamW"]([nn.Parameter(torch.ones(2))]), total_steps=75))
+    assert (twin.total_steps, twin._units.settings.first_move) == (75, 8e-3)
+
+
+@pytest.mark.parametrize(("first", "then"), [(75, 10_000), (10_000, 75), (75, None)])
+def test_a_resumed_run_may_be_given_another_length(first: int, then: int | None) -> None:
+    """The scale goes on from where it was, and the checkpoint's settings are no others."""
+    weights, before = trained("AdamW", 40, total_steps=first)
+    p = nn.Parameter(weights.clone())
+    after = mechanize(BASES["AdamW"]([p]), total_steps=then)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after.load_state_dict(before.state_dict())
+    scales = [after.scale.item()]
+    for _ in range(60):
+        descend(after, p, 1)
+        scales.append(after.scale.item())
+    assert scales[0] == before.scale.item() > 0
+    assert all(0.5 < b / a < 2 for a, b in pairwise(scales))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "100"])
+def test_a_length_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"total_steps must be None or a whole number > 0, got .* Leave it None"):
+        trained("AdamW", total_steps=wrong)
+    optimizer = trained("AdamW")[1]
+    with pytest.raises(ValueError, match="total_steps must be"):
+        optimizer.total_steps = wrong
+    assert optimizer.total_steps is None
