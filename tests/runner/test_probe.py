@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import build_ops
@@ -270,7 +271,7 @@ torch.manual_seed(0)
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": int(sys.argv[1])}}
+config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": int(sys.argv[-1])}}
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 for _ in range(100):
     x = torch.randn(8, 4)
@@ -291,3 +292,25 @@ def test_deepspeeds_engines(run: Runner, tmp_path: Path, compiled: None) -> None
         assert "ended" not in done.stdout
     lines = [[line for line in done.stdout.splitlines() if "lr=" in line] for done in reports]
     assert lines[0] == lines[1] != []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--replace torch.optim.AdamW", "--probe 30"])
+def test_deepspeeds_launcher(run: Runner, tmp_path: Path, compiled: None, option: str) -> None:
+    """Without the compiled operators it would build them first, or wait for a build that was killed."""
+    rendezvous = 'deepspeed.init_distributed("gloo")\n'
+    lines = DEEPSPEED.splitlines(keepends=True)
+    (tmp_path / "train.py").write_text("".join(rendezvous if "HashStore" in line else line for line in lines))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = f"{option} deepspeed --num_gpus 2 --master_port {port} train.py 2"
+    done = run(*words.split(), **build_ops.environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is mechanized.") == 1
+    if "probe" in option:
+        assert done.stdout.count("Mechanic around AdamW, 30 steps.") == 1
+        assert "ended" not in done.stdout
+    else:
+        assert done.stderr.count("AdamW: Mechanic learned a peak learning rate of") == 1
+        assert done.stdout.count("ended") == 2
