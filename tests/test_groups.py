@@ -258,7 +258,8 @@ def test_a_text_encoder_and_a_unet() -> None:
     assert sum(losses[250:]) < sum(losses[100:150])
     steps(300, 310)
     assert opt.scales[0] == pytest.approx(kept, rel=1e-2)
-    assert [group["lr"] for group in demechanize(opt).param_groups] == [0.5 * opt.scales[0], opt.scales[1]]
+    learned = opt.effective_lrs
+    assert [group["lr"] for group in demechanize(opt).param_groups] == learned
 
 
 # -------------------------------------------------------------------- against a sweep of pairs
