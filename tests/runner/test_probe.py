@@ -59,6 +59,26 @@ def test_groups_and_a_program_that_ends_first(run: Runner, tmp_path: Path) -> No
     assert f'  for group, lr in zip(optimizer.param_groups, [{lrs[0]}, {lrs[1]}]): group["lr"] = lr' in lines
 
 
+UNMOVED = """
+model.bias.requires_grad_(False)
+groups = [{"params": [model.bias]}, {"params": [], "name": "empty"}, {"params": [model.weight]}]
+optimizer = torch.optim.SGD(groups, lr=1e-3)
+"""
+
+
+def test_groups_that_never_moved(run: Runner, tmp_path: Path) -> None:
+    """An lr of 0 would be written down for them, and stay 0 when they are thawed."""
+    write(tmp_path, UNMOVED)
+    done = run("--options", "scope=group", "--probe", "40", "train.py")
+    assert done.returncode == 0, done.stderr
+    frozen, empty, trained, _, code, *_ = done.stdout.splitlines()[1:]
+    assert frozen.startswith("  pg1: nothing, as it has no weights")
+    assert empty.startswith("  empty: nothing, as it has no weights")
+    lr = trained.split()[1]
+    assert float(lr) > 0
+    assert code == f'  for group, lr in zip(optimizer.param_groups, [{lr}, {lr}, {lr}]): group["lr"] = lr'
+
+
 def test_a_probe_of_something_else_fails_after_as_many_steps(run: Runner, tmp_path: Path) -> None:
     write(tmp_path, "from mechanic_plugins.lion import Lion; optimizer = Lion(model.parameters(), lr=1e-3)")
     done = run("--probe", "20", "train.py")
@@ -289,6 +309,7 @@ def test_deepspeeds_engines(run: Runner, tmp_path: Path, compiled: None) -> None
     for done in reports:
         assert done.returncode == 0, done.stderr
         assert "Mechanic around AdamW, 30 steps." in done.stdout
+        assert 'or, if the DeepSpeed config builds it: "optimizer": {"params": {"lr": ' in done.stdout
         assert "ended" not in done.stdout
     lines = [[line for line in done.stdout.splitlines() if "lr=" in line] for done in reports]
     assert lines[0] == lines[1] != []
