@@ -50,7 +50,8 @@ GROUPS = {
         "trl or loraplus or sentence_transformers or hydra or nemo or mmengine or prodigy",
     ),
     "timm": Programs(["timm", WITH_TORCHVISION], LOADERS, "timm"),
-    "litgpt": Programs(["litgpt"], LOADERS, "litgpt"),
+    # its command imports requests, which nothing that it depends on brings along
+    "litgpt": Programs(["litgpt", "requests"], [*LOADERS, "tests/programs/test_litgpt.py"], "litgpt"),
     # its releases end with 0.6
     "torchtune": Programs(["torchtune", "torchao<0.10", WITH_TORCHVISION], LOADERS, "torchtune"),
     "torchtitan": Programs(["torchtitan>=0.3"], LOADERS, "torchtitan"),
