@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from mechanic_plugins.api import mechanize as mechanize
-from mechanic_plugins.classes import wrap
+from mechanic_plugins.classes import not_built, wrap
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.optimizer import MechanicOptimizer
 
@@ -48,6 +48,9 @@ def _attaching(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(prepare)
     def _prepare_deepspeed(self: Any, *args: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, type) and issubclass(arg, MechanicOptimizer):
+                raise TypeError(not_built(arg))
         if any(isinstance(arg, MechanicOptimizer) for arg in args):
             import mechanic_plugins.deepspeed  # noqa: F401  attaches itself to the engine
         return prepare(self, *args)

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.leaving import filled
-from mechanic_plugins.classes import Mechanized, class_with, wrap
+from mechanic_plugins.classes import Mechanized, class_with, not_built, wrap
 from mechanic_plugins.core.groups import release
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import Options, configured, parameters
@@ -89,10 +89,7 @@ def unwrap(optimizer: Any) -> MechanicOptimizer:
         TypeError: There is none in it.
     """
     if isinstance(optimizer, type):
-        raise TypeError(
-            f"got the class {optimizer.__name__} in the place of an optimizer: build it, as "
-            f"{optimizer.__name__}(model.parameters())."
-        )
+        raise TypeError(not_built(optimizer))
     found = find(optimizer)
     if found is None:
         raise TypeError(f"there is no mechanized optimizer in {chain(optimizer)}: mechanize() it before it is wrapped.")

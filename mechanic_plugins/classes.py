@@ -12,7 +12,7 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,24 +20,46 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.options import Options, configured, hint, parameters
+from mechanic_plugins.options import Options, bound, configured, parameters
 from mechanic_plugins.passes.planner import Backend, check_backend
 
-__all__ = ["Mechanized", "class_around", "class_with", "wrap"]
+__all__ = ["Mechanized", "class_around", "class_with", "not_built", "wrap"]
 
 Recipe = tuple[Callable[..., type], tuple[Any, ...]]
 
 
-class _Made(type):
-    """The type of classes that no module holds under their name, so that pickle cannot find them there."""
+class OptimizerClass(type):
+    """The type of classes that no module holds under their name, so that pickle cannot find them there.
+
+    A class has none of its instances' attributes below, as torch's have not: whoever reads one has mistaken the class
+    for an optimizer. Others say "OptimizerClass is not an Optimizer".
+    """
 
     _recipe: Recipe
+
+    @property
+    def param_groups(cls) -> NoReturn:
+        raise AttributeError(not_built(cls))
+
+    @property
+    def state(cls) -> NoReturn:
+        raise AttributeError(not_built(cls))
+
+    @property
+    def defaults(cls) -> NoReturn:
+        raise AttributeError(not_built(cls))
 
     def _reduced(cls) -> Recipe | str:
         return cls._recipe if "_recipe" in vars(cls) else cls.__qualname__  # a user's subclass has a module and a name
 
 
-copyreg.pickle(_Made, _Made._reduced)  # type: ignore[arg-type]
+def not_built(cls: type) -> str:
+    """A sentence for a class in an optimizer's place."""
+    name = cls.__name__
+    return f"got the class {name} in the place of an optimizer: build it, as {name}(model.parameters())."
+
+
+copyreg.pickle(OptimizerClass, OptimizerClass._reduced)  # type: ignore[arg-type]
 
 _known: WeakValueDictionary[type[Optimizer], type[MechanicOptimizer]] = WeakValueDictionary()
 
@@ -102,16 +124,10 @@ class _Constructor:
             TypeError: An argument that the signature has not got, or something else in the parameters' place.
         """
         _refuse_other_than_params(name, args[0] if args else kwargs.get("params"))
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            unknown = next((key for key in kwargs if key not in self.signature.parameters), None)
-            raise TypeError(
-                f"{name}() {error}" + (hint(unknown, self.signature.parameters) if unknown else ".")
-            ) from None
+        given = bound(name, self.signature, args, kwargs)
         options = {option: kwargs[shown] for shown, option in self.options.items() if shown in kwargs}
         theirs = {key: value for key, value in kwargs.items() if key not in self.options}
-        if self.lr is not None and "lr" not in bound.arguments:
+        if self.lr is not None and "lr" not in given:
             theirs["lr"] = self.lr
         return theirs, options
 
@@ -192,4 +208,4 @@ def _made(base: type[Optimizer], parents: tuple[type, ...], **entries: Any) -> A
     name = f"Mechanic{base.__name__}"
     doc = f"{base.__name__} with the scale of its learning rate learned by Mechanic."
     own = {"__module__": base.__module__, "__qualname__": name, "__doc__": doc, **entries}
-    return _Made(own["__qualname__"], parents, own)
+    return OptimizerClass(own["__qualname__"], parents, own)

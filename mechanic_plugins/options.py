@@ -27,7 +27,16 @@ from mechanic_plugins.core.settings import (
 from mechanic_plugins.optimizer.interface import Wrapper
 from mechanic_plugins.passes.planner import Backend
 
-__all__ = ["Options", "OptionsBesideBetas", "OptionsBesideBoth", "OptionsBesideEps", "configured", "hint", "parameters"]
+__all__ = [
+    "Options",
+    "OptionsBesideBetas",
+    "OptionsBesideBoth",
+    "OptionsBesideEps",
+    "bound",
+    "configured",
+    "hint",
+    "parameters",
+]
 
 
 class _Common(TypedDict, total=False):
@@ -108,6 +117,20 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
     check_max_grad_norm(own.get("max_grad_norm"))
     check_total_steps(own.get("total_steps"))
     return {"settings": Settings.from_preset(**{k: v for k, v in options.items() if k not in own}), **own}
+
+
+def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """Which arguments of the signature were given.
+
+    Raises:
+        TypeError: They do not fit it; for an unknown keyword with the one that was probably meant.
+    """
+    try:
+        return set(signature.bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        unknown = next((key for key in kwargs if key not in signature.parameters), None)
+        end = hint(unknown, signature.parameters) if unknown else "."
+        raise TypeError(f"{name}() {error}{end}") from None
 
 
 def hint(name: str, known: Iterable[str]) -> str:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import runpy
 import sys
@@ -173,7 +174,8 @@ def _compiled(script: str) -> Any:
         with io.open_code(str(Path(script).absolute())) as file:
             return compile(file.read(), str(Path(script).absolute()), "exec", dont_inherit=True)
     except OSError as error:
-        stop(f"can't open file {script!r}: [Errno {error.errno}] {error.strerror}")
+        also = "" if os.sep in script or script.endswith(".py") else ", and no command of that name is on the PATH"
+        stop(f"can't open file {script!r}: [Errno {error.errno}] {error.strerror}{also}")
 
 
 def _started_by() -> list[str]:

@@ -152,7 +152,7 @@ ELSEWHERE = {
         "python",
         "litgpt",
         "accelerate",
-        "accelerate",
+        "mechanic-run",
         "mechanic-run",
         "mechanic-run",
         "torchrun",

@@ -212,6 +212,56 @@ def test_lightning_with_groups_that_never_moved() -> None:
     assert min(group["lr"] for group in plain.param_groups) > 0
 
 
+def diffusion() -> tuple[Any, Any, Any]:
+    """A text encoder, a denoiser that is conditioned on it, and the loss of a batch."""
+    torch.manual_seed(0)
+    text_encoder = torch.nn.Sequential(torch.nn.Embedding(8, 16), torch.nn.Linear(16, 16))
+    unet = torch.nn.Sequential(torch.nn.Linear(16 + 4, 64), torch.nn.SiLU(), torch.nn.Linear(64, 4))
+    pictures = torch.randn(8, 4)
+
+    def loss(step: int) -> Any:
+        generator = torch.Generator().manual_seed(step)
+        words = torch.randint(8, (64,), generator=generator)
+        noise, share = torch.randn(64, 4, generator=generator), torch.rand(64, 1, generator=generator)
+        noisy = share * noise + (1 - share) * pictures[words]
+        return torch.nn.functional.mse_loss(unet(torch.cat([noisy, text_encoder(words)], 1)), noise)
+
+    return text_encoder, unet, loss
+
+
+def test_a_text_encoder_and_a_unet() -> None:
+    """As sd-scripts groups them, `stop_text_encoder_training` included."""
+    text_encoder, unet, loss = diffusion()
+    groups = [{"params": part.parameters(), "lr": lr} for part, lr in ((text_encoder, 0.5), (unet, 1.0))]
+    opt = optim.AdamW(groups, lr=1.0, scope="group")
+    losses = []
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            opt.zero_grad()
+            found = loss(step)
+            found.backward()
+            opt.step()
+            losses.append(float(found.detach()))
+
+    steps(0, 150)
+    scales = opt.scales.tolist()
+    assert 0 < scales[0] != scales[1] > 0
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
+    text_encoder.requires_grad_(False)
+    stopped = copy.deepcopy(text_encoder.state_dict())
+    steps(150, 300)
+    assert all(torch.equal(stopped[name], weight) for name, weight in text_encoder.state_dict().items())
+    kept, moving = opt.scales.tolist()
+    assert kept == pytest.approx(scales[0], rel=0.2)  # the average catches up, and short memories fade
+    assert moving != scales[1]
+    assert sum(losses[250:]) < sum(losses[100:150])
+    steps(300, 310)
+    assert opt.scales[0] == pytest.approx(kept, rel=1e-2)
+    learned = opt.effective_lrs
+    assert [group["lr"] for group in demechanize(opt).param_groups] == learned
+
+
 # -------------------------------------------------------------------- against a sweep of pairs
 
 

@@ -414,3 +414,18 @@ def test_a_class_in_an_optimizers_place() -> None:
     for function in (demechanize, unwrap):
         with pytest.raises(TypeError, match=r"got the class AdamW .*: build it, as AdamW\(model.parameters\(\)\)"):
             function(optim.AdamW)
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, mechanize(torch.optim.AdamW), optim.wrap(torch.optim.RAdam)])
+def test_a_class_that_is_used_as_an_optimizer(cls: Any) -> None:
+    """Schedulers, trainers and loggers read these of whatever they are given."""
+    sentence = rf"got the class {cls.__name__} .*: build it, as {cls.__name__}\(model.parameters\(\)\)"
+    for name in ("param_groups", "state", "defaults"):
+        assert not hasattr(torch.optim.AdamW, name)
+        with pytest.raises(AttributeError, match=sentence):
+            getattr(cls, name)
+    with pytest.raises(AttributeError, match=sentence):
+        torch.optim.lr_scheduler.LambdaLR(cls, lambda step: 1.0)
+    with pytest.raises(TypeError, match="OptimizerClass is not an Optimizer"):
+        torch.optim.lr_scheduler.ConstantLR(cls)
+    assert {"param_groups", "step"} <= dict(inspect.getmembers(cls)).keys()  # what documentation tools do

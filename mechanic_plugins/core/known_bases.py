@@ -150,8 +150,9 @@ def check_supported(base: Any) -> None:
     """
     if not isinstance(base, Optimizer):
         raise TypeError(
-            f"mechanize() takes a torch.optim.Optimizer or a subclass of it, got {type(base).__name__}. "
-            "Wrap the optimizer first and hand the result to the framework's own wrapper."
+            f"mechanize() takes a torch.optim.Optimizer or a subclass of it, got {type(base).__name__}: write "
+            "mechanize(torch.optim.AdamW(model.parameters())), and hand the result to the framework, not its wrapper "
+            "to mechanize()."
         )
     if isinstance(base, torch.optim.LBFGS):
         raise ValueError(

@@ -17,7 +17,8 @@ the mechanized one then takes the base's place. `mechanic_plugins.deepspeed.engi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 try:
@@ -35,6 +36,7 @@ from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.deepspeed.engine import connect
 from mechanic_plugins.deepspeed.refusals import refuse_unsupported
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.options import hint
 
 __all__ = ["NAMES", "attach", "install", "mechanic_of"]
 
@@ -119,7 +121,8 @@ def _building(original: Callable[..., Any]) -> Callable[..., Any]:
         if cls is None:
             return original(self, model_parameters)
         params = dict(self.optimizer_params() or {})
-        offloaded = self.zero_use_cpu_optimizer() and not params.pop("torch_adam", False)
+        torch_adam = params.pop("torch_adam", False)
+        offloaded = self.zero_use_cpu_optimizer() and not torch_adam
         return _hand_over(self, _build(_cpu_adam(cls) if offloaded else cls, model_parameters, **params))
 
     return _configure_basic_optimizer
@@ -133,11 +136,27 @@ def _hand_over(engine: Any, mechanic: MechanicOptimizer) -> Optimizer:
 
 
 def _build(cls: Callable[..., Optimizer], params: Any, **kwargs: Any) -> MechanicOptimizer:
-    """From a config's "params": the base's arguments and Mechanic's options, `mechanic_betas` and `mechanic_eps`."""
+    """From a config's "params": the base's arguments and Mechanic's options, `mechanic_betas` and `mechanic_eps`.
+
+    Raises:
+        TypeError: One that neither has.
+    """
     known = Options.__annotations__.keys() - {"group"}
     names = {f"mechanic_{name}": name for name in known} | {name: name for name in known - {"betas", "eps"}}
     options = {names[key]: kwargs.pop(key) for key in list(kwargs) if key in names}
+    _refuse_unknown(kwargs, cls, names)
     return mechanize(cls(params, **kwargs), **options)
+
+
+def _refuse_unknown(kwargs: Iterable[str], cls: Callable[..., Optimizer], names: Iterable[str]) -> None:
+    own = inspect.signature(cls).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in own.values()):
+        return
+    for key in kwargs:
+        if key not in own:
+            raise TypeError(
+                f'the optimizer\'s "params" in the DeepSpeed config have no {key!r}{hint(key, [*own, *names])}'
+            )
 
 
 def _cpu_adam(cls: type[Optimizer]) -> Callable[..., Optimizer]:

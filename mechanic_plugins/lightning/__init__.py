@@ -37,6 +37,7 @@ from mechanic_plugins.lightning.checks import (
     warn_of_floors,
 )
 from mechanic_plugins.lightning.clipping import clip_in_the_step, leave_clipping_to_lightning
+from mechanic_plugins.lightning.mistakes import OfInstances, answering
 from mechanic_plugins.lightning.packages import LIGHTNINGS, check_version, installed
 from mechanic_plugins.lightning.reports import is_logged, metrics, summarize
 from mechanic_plugins.optimizer import MechanicOptimizer
@@ -97,6 +98,7 @@ class Mechanic(Callback):
         prog_bar: Show them in the progress bar too, which synchronises with the device whenever the bar is drawn.
     """
 
+    @answering
     def __init__(
         self,
         *,
@@ -134,6 +136,10 @@ class Mechanic(Callback):
         self._recorded = -1
         self._log = log
         self._prog_bar = prog_bar
+
+    @OfInstances
+    def state_key(self) -> str:
+        return super().state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":

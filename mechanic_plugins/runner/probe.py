@@ -23,6 +23,13 @@ from mechanic_plugins.summary import ScaleHistory, described, group_names, is_st
 __all__ = ["Recorder", "Spread", "spreads"]
 
 
+_SETTINGS = {
+    "transformers.trainer": "or for the Trainer: --learning_rate {}",
+    "deepspeed.runtime.engine": 'or, if the DeepSpeed config builds it: "optimizer": {{"params": {{"lr": {}}}}}',
+}
+"""Where else the lr of a plain optimizer may be set, by the module that calls `step`."""
+
+
 class Spread(NamedTuple):
     """A group's learned lr over the last quarter of the steps."""
 
@@ -37,6 +44,7 @@ class _Run:
 
     def __init__(self, optimizer: MechanicOptimizer, probe: int) -> None:
         self.base = type(optimizer.base)
+        self.setting = next((text for module, text in _SETTINGS.items() if _is_called_by(module)), None)
         self.history = ScaleHistory(limit=2 * probe or 512)
         self.names: list[str] = []
         self.steps = 0
@@ -81,7 +89,7 @@ class Recorder:
         if self._probe:
             run.count(optimizer)
             if self._is_complete():
-                self._tell_probe(_is_called_by("transformers.trainer"))
+                self._tell_probe()
                 sys.exit(self._status())
 
     def _status(self) -> int:
@@ -104,19 +112,19 @@ class Recorder:
     def finish(self) -> None:
         """The program has ended by itself."""
         if self._probe:
-            self._tell_probe("transformers.trainer" in sys.modules)
+            self._tell_probe()
         elif is_first_rank() and "transformers.trainer" not in sys.modules:  # whose callback has said it
             for run in self._runs:
                 say(f"{run.base.__name__}: {described(run.history.peaks(), run.names)}")
 
-    def _tell_probe(self, is_hf: bool) -> None:
+    def _tell_probe(self) -> None:
         if self._was_told:
             return
         self._was_told = True
         self._events.note("probed")
         if is_first_rank():
             for run in self._runs:
-                sys.stdout.write("\n".join(_lines(run, self._probe, is_hf)) + "\n")
+                sys.stdout.write("\n".join(_lines(run, self._probe)) + "\n")
             sys.stdout.flush()
             self._events.note("reported")
 
@@ -150,7 +158,7 @@ def spreads(history: ScaleHistory, names: list[str]) -> list[Spread]:
     return found
 
 
-def _lines(run: _Run, probe: int, is_hf: bool) -> list[str]:
+def _lines(run: _Run, probe: int) -> list[str]:
     groups = spreads(run.history, run.names)
     steps = f"{run.steps} steps" if run.steps >= probe else f"{run.steps} of {probe} steps, then the program ended"
     title = f"Mechanic around {run.base.__name__}, {steps}"
@@ -164,9 +172,10 @@ def _lines(run: _Run, probe: int, is_hf: bool) -> list[str]:
     written = [_as_written(group, peak) for group, peak in zip(groups, peaks, strict=False)]
     lines += [f"  {group.name + ': ' if group.name else ''}{text}" for group, text in zip(groups, written, strict=True)]
     lines += ["Set it in the plain optimizer:", f"  {_code(run.base, groups)}"]
-    if is_hf:
-        of = "" if len(groups) == 1 else f" (of group {groups[0].name})"
-        lines += [f"or for the Trainer: --learning_rate {groups[0].middle:.3g}{of}"]
+    if run.setting:
+        first = next(group for group in groups if group.middle)
+        of = "" if len(groups) == 1 else f" (of group {first.name})"
+        lines += [f"{run.setting.format(f'{first.middle:.3g}')}{of}"]
     if is_still_rising(run.history):
         lines.append("It was still rising: probe for more steps before you rely on it.")
     return lines
@@ -174,6 +183,8 @@ def _lines(run: _Run, probe: int, is_hf: bool) -> list[str]:
 
 def _as_written(group: Spread, peak: float) -> str:
     """With the highest lr that was in force, where the last quarter was far below it."""
+    if not group.middle:
+        return "nothing, as it has no weights or none that are trained; below it has the smallest of the others"
     earlier = f", earlier up to {peak:.3g}" if peak > 2 * group.middle else ""
     return f"{group.middle:.3g} ({group.low:.3g} to {group.high:.3g}){earlier}"
 
@@ -182,5 +193,6 @@ def _code(base: type, groups: list[Spread]) -> str:
     if len(groups) == 1:
         module = "torch.optim" if base.__module__.startswith("torch.optim.") else base.__module__
         return f"{module}.{base.__qualname__}(model.parameters(), lr={groups[0].middle:.3g})  # your other arguments"
-    lrs = ", ".join(f"{group.middle:.3g}" for group in groups)
+    smallest = min(group.middle for group in groups if group.middle)
+    lrs = ", ".join(f"{group.middle or smallest:.3g}" for group in groups)
     return f'for group, lr in zip(optimizer.param_groups, [{lrs}]): group["lr"] = lr'

@@ -90,6 +90,11 @@ def refusal(rank: int, case: Case) -> str:
     return message(ValueError, lambda: engine_of(case))
 
 
+def refusal_of_params(rank: int, case: Case) -> str:
+    start(rank)
+    return message(TypeError, lambda: engine_of(case))
+
+
 def refusal_of_muon(rank: int, case: Case) -> str:
     from mechanic_plugins import mechanize
 

@@ -47,6 +47,19 @@ def test_an_offloaded_one_from_the_config_file_is_deepspeeds_own(engines: Engine
     assert engines(2)(on_rank.run_from_json, torchs)[0]["base"] == "AdamW"
 
 
+def test_torch_adam_without_offload_changes_nothing(engines: Engines) -> None:
+    """It was handed to AdamW, which has no such argument."""
+    case = Case(stage=2, config=json_optimizer("MechanicAdamW", lr=1.0, torch_adam=True), steps=2)
+    assert engines(1)(on_rank.run_from_json, case)[0]["base"] == "AdamW"
+
+
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": CPU}], ids=["torchs", "deepspeeds"])
+def test_params_that_neither_has_are_answered(engines: Engines, zero: dict[str, Any]) -> None:
+    case = Case(stage=2, config=json_optimizer("MechanicAdamW", lr=1.0, s_dekay=0.1), zero=zero)
+    (message,) = engines(1)(on_rank.refusal_of_params, case)
+    assert message == """the optimizer's "params" in the DeepSpeed config have no 's_dekay': did you mean 's_decay'?"""
+
+
 @pytest.mark.parametrize("what", ["class", "function"])
 def test_something_that_builds_the_optimizer(engines: Engines, what: str) -> None:
     base = {"lr": 1e-3} if what == "class" else Case().base_options

@@ -33,7 +33,7 @@ from lightning_helpers import (
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from mechanic_plugins import mechanize
+from mechanic_plugins import mechanize, optim
 from mechanic_plugins.api import Options
 from mechanic_plugins.core.settings import LEFT_OPEN, Settings
 from mechanic_plugins.lightning import Mechanic
@@ -406,6 +406,31 @@ def test_it_is_a_callback_of_both_lightnings(pl: ModuleType) -> None:
 def test_bad_values_are_refused_when_the_callback_is_built() -> None:
     with pytest.raises(ValueError, match="s_init must be 'auto' or a finite number > 0, got 0"):
         Mechanic(s_init=0.0)
+
+
+def test_arguments_that_it_does_not_take() -> None:
+    with pytest.raises(
+        TypeError, match=r"Mechanic\(\) got an unexpected keyword argument 's_dekay': did you mean 's_de"
+    ):
+        Mechanic(s_dekay=1)  # type: ignore[call-arg]
+    sentence = r"by their names, got AdamW: it mechanizes .* Write Trainer\(callbacks=\[Mechanic\(\)\]\)"
+    for given in (adamw(net()), torch.optim.AdamW, mechanize(adamw(net())).base):
+        with pytest.raises(TypeError, match=sentence):
+            Mechanic(given)  # type: ignore[misc]
+
+
+def test_a_class_in_a_callbacks_place(pl: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=r"got the class Mechanic .*: build it, as callbacks=\[Mechanic\(\)\]"):
+        trainer(pl, Mechanic).fit(module(pl), loader())
+    assert Mechanic().state_key == "Mechanic"
+
+
+def test_a_class_in_an_optimizers_place(pl: ModuleType) -> None:
+    """Lightning's own answer, as for torch's classes: it looks for the attributes of an optimizer."""
+    error = pl.utilities.exceptions.MisconfigurationException
+    for callbacks in ([], [Mechanic()]):
+        with pytest.raises(error, match=r"Output from `model.configure_optimizers\(\)` should be one of"):
+            trainer(pl, *callbacks).fit(module(pl, lambda model: optim.AdamW), loader())
 
 
 def test_mechanic_twice(pl: ModuleType) -> None:

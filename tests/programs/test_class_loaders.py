@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +181,42 @@ def test_mmengine() -> None:
     heads = {"custom_keys": {"0": {"lr_mult": 0.1}}}
     scaled = build_optim_wrapper(model(), {**config, "paramwise_cfg": heads})
     assert {group["lr"] for group in scaled.optimizer.param_groups} == {0.1, 1.0}
+
+
+def test_mmengines_runner(tmp_path: Path) -> None:
+    installed("mmengine")
+    from mmengine.model import BaseModel
+    from mmengine.registry import OPTIMIZERS
+    from mmengine.runner import Runner
+
+    class Wrapped(BaseModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def forward(self, x: Any, y: Any, mode: str) -> Any:
+            return {"loss": torch.nn.functional.mse_loss(self.net(x), y)}
+
+    OPTIMIZERS.register_module(name="MechanicAdamW", module=optim.AdamW, force=True)
+    optimizer = {"type": "MechanicAdamW", "lr": 1.0, "weight_decay": 0.1}
+    runner = Runner(
+        model=Wrapped(),
+        work_dir=str(tmp_path),
+        train_dataloader=data(),
+        optim_wrapper={"type": "OptimWrapper", "optimizer": optimizer, "clip_grad": {"max_norm": 10.0}},
+        train_cfg={"by_epoch": True, "max_epochs": 4},
+        param_scheduler={"type": "CosineAnnealingLR", "T_max": 4},
+        default_hooks={"logger": {"type": "LoggerHook", "interval": 1}},
+    )
+    runner.train()
+    mechanic = unwrap(runner.optim_wrapper)
+    assert type(mechanic) is optim.AdamW
+    assert mechanic.scale > 0
+    lines = next(tmp_path.rglob("scalars.json")).read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses[-1] < 0.5 * losses[0]
+    saved = torch.load(tmp_path / "epoch_4.pth", weights_only=False)["optimizer"]  # it has a log of mmengine's too
+    assert saved["param_groups"][0]["mechanic_steps"] == 32
 
 
 def test_torchtitan() -> None:

@@ -7,7 +7,6 @@ import importlib
 import inspect
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -127,14 +126,3 @@ def test_nanogpt() -> None:
         opt.zero_grad(set_to_none=True)
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
-
-
-def test_axolotl_passes_its_optimizer_on() -> None:
-    """`optimizer` and `optim_args` of its YAML become those of TrainingArguments, once a name is known there."""
-    transformers = installed("transformers")
-    importlib.import_module("mechanic_plugins.transformers")
-    optim_args: dict[str, Any] = {"s_decay": 0.0, "scope": "group"}
-    text = ",".join(f"{key}={value}" for key, value in optim_args.items())
-    arguments = transformers.TrainingArguments(output_dir="out", optim="mechanic_adamw", optim_args=text, use_cpu=True)
-    cls, kwargs = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments)
-    assert cls(model().parameters(), **kwargs).settings.scope == "group"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,9 @@ def test_trl_dpo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_trl_on_the_command_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["trl sft", "-m trl.scripts.sft"])
+def test_trl_on_the_command_line(tmp_path: Path, target: str) -> None:
+    """The command starts the module by accelerate."""
     tiny.installed("trl")
     model = tiny.saved(tmp_path / "model")
     data = tmp_path / "data"
@@ -73,8 +76,9 @@ def test_trl_on_the_command_line(tmp_path: Path) -> None:
     options = {"model_name_or_path": model, "dataset_name": data, **tiny.training_arguments(tmp_path / "out")}
     options["dtype"] = "float32"
     arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "mechanic_plugins.run", "-m", "trl.scripts.sft", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-m", "mechanic_plugins.run", *target.split(), *arguments]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Mechanic learned a peak learning rate of" in done.stdout + done.stderr
 

@@ -34,13 +34,10 @@ def test_llama_factory(tmp_path: Path, more: dict[str, object]) -> None:
         **more,
     }
     (tmp_path / "train.yaml").write_text(json.dumps(config))  # which is YAML too
-    torchrun = {
-        "FORCE_TORCHRUN": "1",
-        "NPROC_PER_NODE": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    environment = {**os.environ, **(torchrun if more else {})}
-    command = [sys.executable, "-m", "mechanic_plugins.run", "-m", "llamafactory.cli", "train", "train.yaml"]
+    torchrun = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, **(torchrun if more else {})}
+    command = [sys.executable, "-m", "mechanic_plugins.run", "llamafactory-cli", "train", "train.yaml"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     logs = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,9 @@ def saved(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_ms_swift(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["swift sft", "-m swift.cli.sft"])
+def test_ms_swift(tmp_path: Path, target: str) -> None:
+    """The command starts the module in a process of its own."""
     tiny.installed("swift")
     turns = [[("user", "is cat"), ("assistant", tiny.sentence(i))] for i in range(64)]
     rows = [{"messages": [{"role": role, "content": text} for role, text in turn]} for turn in turns]
@@ -48,8 +51,9 @@ def test_ms_swift(tmp_path: Path) -> None:
         "add_version": False,
     }
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "mechanic_plugins.run", "-m", "swift.cli.sft", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-m", "mechanic_plugins.run", *target.split(), *words]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     logs = [json.loads(line) for line in (tmp_path / "out" / "logging.jsonl").read_text().splitlines()]
     scales = [entry["mechanic/scale"] for entry in logs if "mechanic/scale" in entry]

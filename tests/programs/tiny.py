@@ -33,12 +33,19 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def language_model() -> Any:
+def language_model(positions: int = 32) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=1, n_head=2, n_embd=16, n_positions=32, vocab_size=16, bos_token_id=1, eos_token_id=1, pad_token_id=0
+        n_layer=1,
+        n_head=2,
+        n_embd=16,
+        n_positions=positions,
+        vocab_size=16,
+        bos_token_id=1,
+        eos_token_id=1,
+        pad_token_id=0,
     )
     return GPT2LMHeadModel(config)
 
@@ -47,9 +54,9 @@ def sentence(i: int) -> str:
     return " ".join(WORDS[(i * k + k) % len(WORDS)] for k in range(1, 9))
 
 
-def saved(folder: Path) -> Path:
+def saved(folder: Path, positions: int = 32) -> Path:
     """The model and its tokenizer, as a program loads them by name."""
-    language_model().save_pretrained(folder)
+    language_model(positions).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 

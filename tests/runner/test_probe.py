@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import build_ops
@@ -56,6 +57,26 @@ def test_groups_and_a_program_that_ends_first(run: Runner, tmp_path: Path) -> No
     lrs = [line.split()[1] for line in lines[2:4]]
     assert [line.split()[0] for line in lines[2:4]] == ["pg1:", "pg2:"]
     assert f'  for group, lr in zip(optimizer.param_groups, [{lrs[0]}, {lrs[1]}]): group["lr"] = lr' in lines
+
+
+UNMOVED = """
+model.bias.requires_grad_(False)
+groups = [{"params": [model.bias]}, {"params": [], "name": "empty"}, {"params": [model.weight]}]
+optimizer = torch.optim.SGD(groups, lr=1e-3)
+"""
+
+
+def test_groups_that_never_moved(run: Runner, tmp_path: Path) -> None:
+    """An lr of 0 would be written down for them, and stay 0 when they are thawed."""
+    write(tmp_path, UNMOVED)
+    done = run("--options", "scope=group", "--probe", "40", "train.py")
+    assert done.returncode == 0, done.stderr
+    frozen, empty, trained, _, code, *_ = done.stdout.splitlines()[1:]
+    assert frozen.startswith("  pg1: nothing, as it has no weights")
+    assert empty.startswith("  empty: nothing, as it has no weights")
+    lr = trained.split()[1]
+    assert float(lr) > 0
+    assert code == f'  for group, lr in zip(optimizer.param_groups, [{lr}, {lr}, {lr}]): group["lr"] = lr'
 
 
 def test_a_probe_of_something_else_fails_after_as_many_steps(run: Runner, tmp_path: Path) -> None:
@@ -270,7 +291,7 @@ torch.manual_seed(0)
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": int(sys.argv[1])}}
+config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": int(sys.argv[-1])}}
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 for _ in range(100):
     x = torch.randn(8, 4)
@@ -288,6 +309,29 @@ def test_deepspeeds_engines(run: Runner, tmp_path: Path, compiled: None) -> None
     for done in reports:
         assert done.returncode == 0, done.stderr
         assert "Mechanic around AdamW, 30 steps." in done.stdout
+        assert 'or, if the DeepSpeed config builds it: "optimizer": {"params": {"lr": ' in done.stdout
         assert "ended" not in done.stdout
     lines = [[line for line in done.stdout.splitlines() if "lr=" in line] for done in reports]
     assert lines[0] == lines[1] != []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--replace torch.optim.AdamW", "--probe 30"])
+def test_deepspeeds_launcher(run: Runner, tmp_path: Path, compiled: None, option: str) -> None:
+    """Without the compiled operators it would build them first, or wait for a build that was killed."""
+    rendezvous = 'deepspeed.init_distributed("gloo")\n'
+    lines = DEEPSPEED.splitlines(keepends=True)
+    (tmp_path / "train.py").write_text("".join(rendezvous if "HashStore" in line else line for line in lines))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = f"{option} deepspeed --num_gpus 2 --master_port {port} train.py 2"
+    done = run(*words.split(), **build_ops.environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is mechanized.") == 1
+    if "probe" in option:
+        assert done.stdout.count("Mechanic around AdamW, 30 steps.") == 1
+        assert "ended" not in done.stdout
+    else:
+        assert done.stderr.count("AdamW: Mechanic learned a peak learning rate of") == 1
+        assert done.stdout.count("ended") == 2

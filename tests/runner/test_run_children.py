@@ -137,14 +137,19 @@ def test_a_name_that_a_child_ignores_fails_the_run(run: Runner, train: Path, tmp
 
 
 def test_the_environment_of_another_python_is_left_alone(run: Runner, tmp_path: Path) -> None:
-    """A child of another environment has the variable and the path, and must not get the package."""
+    """A child of another environment has the variable and the path, and must not get the package.
+
+    The same environment by another path is none: scripts in it name the path under which they were installed.
+    """
+    (tmp_path / "linked").symlink_to(sys.prefix)
     program = """
 import os, subprocess, sys, json
 plan = json.loads(os.environ["PYTHON_MECHANIC_RUN"])
-env = {**os.environ, "PYTHON_MECHANIC_RUN": json.dumps({**plan, "prefix": "/elsewhere"})}
+def told(prefix):
+    return {**os.environ, "PYTHON_MECHANIC_RUN": json.dumps({**plan, "prefix": prefix})}
 child = "import sys; print('mechanic_plugins' in sys.modules)"
-for variables in (os.environ, env):
+for variables in (os.environ, told(os.path.abspath('linked')), told('/elsewhere')):
     print(subprocess.run([sys.executable, "-c", child], env=variables, capture_output=True, text=True).stdout.strip())
 """
     (tmp_path / "parent.py").write_text(program)
-    assert run("parent.py").stdout.split() == ["True", "False"]
+    assert run("parent.py").stdout.split() == ["True", "True", "False"]

@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from hf_ranks import SHIMS, as_if_launched
 from ranks import Ranks
 
+from mechanic_plugins import optim
 from mechanic_plugins.accelerate import mechanize
 
 Pair = Callable[[int], Ranks]
@@ -126,6 +127,17 @@ def plain_loop(world_size: int, setup: str) -> dict[str, Any]:
         optimizer.zero_grad()
         scales.append(optimizer.scale.item())
     return {"scales": scales, "weights": [w.tolist() for w in model.state_dict().values()]}
+
+
+def test_a_class_in_an_optimizers_place() -> None:
+    """Accelerate hands back what it does not know; a scheduler, or its way to DeepSpeed, is the first to object."""
+    net, accelerator = build("plain"), Accelerator(cpu=True)
+    sentence = r"got the class AdamW .*: build it, as AdamW\(model.parameters\(\)\)"
+    _, given_back = accelerator.prepare(net, optim.AdamW)
+    with pytest.raises(AttributeError, match=sentence):
+        torch.optim.lr_scheduler.LambdaLR(given_back, lambda step: 1.0)
+    with pytest.raises(TypeError, match=sentence):
+        accelerator._prepare_deepspeed(net, optim.AdamW)
 
 
 def test_plain() -> None:

@@ -15,7 +15,7 @@ from peft.optimizers import create_loraplus_optimizer
 from transformers import Trainer, TrainingArguments
 
 import mechanic_plugins.transformers  # noqa: F401
-from mechanic_plugins import mechanize, unwrap
+from mechanic_plugins import mechanize, optim, unwrap
 from mechanic_plugins.summary import TOO_SHORT
 
 
@@ -82,6 +82,12 @@ def test_a_mechanized_class_is_taken_by_the_trainer(tmp_path: Path) -> None:
     assert type(optimizer) is cls
     assert optimizer.param_groups[0]["initial_lr"] == 1e-3
     assert trainer.state.log_history[-2]["mechanic/scale"] == optimizer.scale.item() > 0
+
+
+def test_a_class_in_an_optimizers_place(tmp_path: Path) -> None:
+    """`object of type 'property' has no len()`."""
+    with pytest.raises(AttributeError, match=r"got the class AdamW .*: build it, as AdamW\(model.parameters\(\)\)"):
+        trained(tmp_path, optim="adamw_torch", optimizers=(optim.AdamW, None))
 
 
 def test_lora_plus_takes_a_mechanized_class_and_every_groups_lr_is_logged(tmp_path: Path) -> None:

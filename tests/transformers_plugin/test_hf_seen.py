@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hf_script import Sequences, build_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import rewrite_logs
 
-import mechanic_plugins.transformers  # noqa: F401
+from mechanic_plugins import optim
+from mechanic_plugins.transformers import demechanize_checkpoint
 
 LR = "mechanic/effective_lr"
 
@@ -51,3 +53,22 @@ def test_the_console_and_the_dicts_of_others_have_it(
     shown = [float(ast.literal_eval(line)[LR]) for line in lines]
     assert shown == pytest.approx(lrs, rel=1e-2)
     assert lrs[-1] > 0
+
+
+def test_each_network_has_a_scale_under_its_name_and_leaves_with_it(tmp_path: Path) -> None:
+    """The head is frozen: nothing is learned for it, and the plain run does not begin at an lr of 0."""
+    model = build_model()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+    body = [p for p in model.parameters() if p is not model.lm_head.weight]
+    groups = [{"params": [model.lm_head.weight], "name": "head"}, {"params": body, "name": "body"}]
+    optimizer = optim.AdamW([*groups, {"params": [], "name": "adapter"}], lr=0.5, scope="group")
+    fixed = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1, "save_steps": 20}
+    args = TrainingArguments(str(tmp_path), max_steps=20, lr_scheduler_type="constant", **fixed)
+    trainer = Trainer(model=model, args=args, train_dataset=Sequences(), optimizers=(optimizer, None))
+    trainer.train()
+    entry = trainer.state.log_history[-2]
+    assert entry["mechanic/scale/body"] == optimizer.scales[1].item() > 0
+    assert entry["mechanic/scale/head"] == entry["mechanic/scale/adapter"] == 0
+    demechanize_checkpoint(tmp_path / "checkpoint-20", tmp_path / "plain")
+    plain = torch.load(tmp_path / "plain" / "optimizer.pt", weights_only=True)["param_groups"]
+    assert [group["lr"] for group in plain] == [pytest.approx(entry[f"{LR}/body"])] * 3

@@ -115,7 +115,10 @@ def test_what_cannot_be_run(
 def test_a_script_that_is_not_there(folder: Path) -> None:
     code, _, err = ended(start(folder, *RUN, "nowhere.py"))
     assert code == 2
-    assert "can't open file 'nowhere.py': [Errno 2] No such file or directory" in err
+    assert "can't open file 'nowhere.py': [Errno 2] No such file or directory\n" in err
+    code, _, err = ended(start(folder, *RUN, "nowhere", "sft"))
+    assert code == 2
+    assert "file 'nowhere': [Errno 2] No such file or directory, and no command of that name is on the PATH" in err
 
 
 def test_its_own_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

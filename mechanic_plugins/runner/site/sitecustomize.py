@@ -13,7 +13,7 @@ from pathlib import Path
 
 def _activate() -> None:
     values = json.loads(os.environ.get("PYTHON_MECHANIC_RUN", "{}"))
-    if values.get("prefix") != sys.prefix:  # another environment's python
+    if os.path.realpath(values.get("prefix", "")) != os.path.realpath(sys.prefix):  # another environment's python
         return
     if importlib.util.find_spec("mechanic_plugins") is None:  # the runner was started from a checkout
         sys.path.append(str(Path(__file__).resolve().parents[3]))
