@@ -12,7 +12,6 @@ POOLS = ("engines", "ranks")
 """The fixtures that keep processes alive, which one worker should start and not both."""
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what runs on ranks, and says what the workers of `make test` share out: a pool's tests, or a file's.
 
