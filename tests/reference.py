@@ -44,6 +44,7 @@ class Tuner:
         self.s_init = s_init
         self.eps = eps
         self.loss_weight = 1.0  # optimistic only: set before each step
+        self.steps_grow = False  # optimistic only: with the gradient, as those of SGD
         self.r: Vector = np.zeros(self.n)
         self.m: Vector = np.zeros(self.n)
         self.v: Vector = np.zeros(self.n)
@@ -69,7 +70,8 @@ class Tuner:
         if self.s_init == 0:  # no bet has been placed yet
             return
         beta = self.beta
-        usual = 0.3 * self.m.max()
+        recent = np.abs(beta - 0.99).argmin()
+        usual = 0.5 * self.m[recent] if self.steps_grow else 0.3 * self.m.max()
         self.m = np.maximum(beta * self.m, abs(h))
         self.v = beta**2 * self.v + h**2
         self.r = np.maximum(0.0, beta * self.r - bet * self.judged(h, usual))
@@ -147,11 +149,19 @@ class Part:
         self.h = 0.0
 
     def step(
-        self, x: Tensors, Delta: Tensors, g: Tensors, s_decay: float, lr: float = 1.0, growth: float = 1.0
+        self,
+        x: Tensors,
+        Delta: Tensors,
+        g: Tensors,
+        s_decay: float,
+        lr: float = 1.0,
+        growth: float = 1.0,
+        penalty: Sequence[float] = (),
     ) -> None:
         """Tune at the weights x, with the sum of updates Delta that they were made of and the gradient g there.
 
-        `growth` is how much longer the gradient is than any before it, 1 if it is not.
+        `growth` is how much longer the gradient is than any before it, 1 if it is not. `penalty` holds, for each
+        tensor, the weight decay that the base adds to the gradient: then it minimises penalty / 2 * |x|^2 as well.
         """
         dg, gg, xx, dx, dd = inner(Delta, g), inner(g, g), inner(x, x), inner(Delta, x), inner(Delta, Delta)
         if self.first_move is not None and dd > 0:
@@ -159,9 +169,11 @@ class Part:
         self.gradients += gg > 0 and lr > 0
         if self.is_optimistic:
             share = lr / self.highest_lr if self.highest_lr > 0 else 1.0
-            self.tuner.loss_weight = 1 - 0.9 * math.sqrt(share)
+            self.tuner.loss_weight = 1 - 0.9 * share ** (1 / 3)
         decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
         self.h = dg + decay
+        if self.is_optimistic:
+            self.h += sum(k * inner([d], [w]) for k, d, w in zip(penalty, Delta, x, strict=False))
 
         self.tuner.step(self.h, self.played / self.S if self.S > 0 else 1.0)
         if self.tuner.s.sum() > 0:
@@ -282,6 +294,8 @@ class Reference:
             )
             for indices in parts
         ]
+        for part in self.parts:
+            part.tuner.steps_grow = is_sgd
 
     def _indices(self, group: dict[str, Any]) -> list[int]:
         return [i for i, copy in enumerate(self.copies) if any(copy is p for p in group["params"])]
@@ -309,7 +323,8 @@ class Reference:
                 counted = [i for i in part.indices if self.had_grad[i]]
                 x, Delta = [self.x[i] for i in counted], [self.Delta[i] for i in counted]
                 lr = self.lr_of(part)
-                part.step(x, Delta, [g[i] for i in counted], self.s_decay * self.c, lr, max(1.0, growth_of_g))
+                penalty = [self.penalty_of(i) for i in counted]
+                part.step(x, Delta, [g[i] for i in counted], self.s_decay * self.c, lr, max(1.0, growth_of_g), penalty)
             for i in part.indices:
                 self.Delta[i] = part.kept * self.Delta[i] + u[i]
                 self.x[i] = self.x_ref[i] + part.played * self.Delta[i]
@@ -365,6 +380,14 @@ class Reference:
         if not ratios or min(ratios) >= max(ratios) * (1 - 1e-9):
             return highest
         return min(ratios) * max(self.first_lrs[k] for k, _ in groups if k in self.first_lrs)
+
+    def penalty_of(self, i: int) -> float:
+        """The weight decay of a parameter, where the base adds it to the gradient."""
+        added_by = ("SGD", "Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "ASGD")
+        kind = next(kind for kind in type(self.base).__mro__ if kind.__module__.startswith("torch.optim"))
+        group = next(group for group in self.base.param_groups if i in self._indices(group))
+        is_added = kind.__name__ in added_by and not group.get("decoupled_weight_decay", False)
+        return float(group["weight_decay"]) if is_added else 0.0
 
     def minimised_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradients of what is minimised, 0 where there is none."""

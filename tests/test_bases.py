@@ -14,6 +14,7 @@ from problems import descend, differences
 from torch import Tensor, nn
 
 from mechanic_plugins import demechanize, mechanize
+from mechanic_plugins.core import known_bases
 from mechanic_plugins.lion import Lion
 
 ADAMW = torch.optim.AdamW
@@ -32,6 +33,52 @@ UNFIT = [
 def test_bases_that_cannot_be_scaled_are_refused(build: Callable[[Tensor], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mechanize(build(torch.zeros(2, requires_grad=True)))
+
+
+WITH_WEIGHT_DECAY = [
+    getattr(torch.optim, name)
+    for name in [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "Adadelta",
+        "RMSprop",
+        "Adagrad",
+        "Adafactor",
+        "ASGD",
+        "Muon",
+    ]
+    if hasattr(torch.optim, name)
+]
+
+
+@pytest.mark.parametrize("kind", [*WITH_WEIGHT_DECAY, Lion], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("options", [{}, {"decoupled_weight_decay": True}], ids=["default", "decoupled"])
+def test_weight_decay_that_is_added_to_the_gradient(kind: Any, options: dict[str, Any]) -> None:
+    """Then gradients with the weights in them lead where weight decay does. RAdam normalises from its sixth step on."""
+    start, gradient, decay = torch.eye(3).double() + 0.5, torch.linspace(-1, 1, 9).view(3, 3).double(), 0.1
+    stepped = []
+    for added, given in ((decay, 0.0), (0.0, decay)):
+        p = nn.Parameter(start.clone())
+        try:
+            base = kind([p], lr=0.1, weight_decay=given, **options)
+        except TypeError:
+            pytest.skip("takes no such option")
+        for _ in range(8):
+            p.grad = gradient + added * p.detach()
+            base.step()
+        stepped.append(p.detach())
+    is_added = torch.allclose(*stepped, rtol=1e-12, atol=0)
+    assert known_bases.l2_penalty(base, base.param_groups[0]) == (decay if is_added else 0.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Overriding], ids=lambda kind: kind.__name__)
+def test_a_base_that_is_not_known_has_no_penalty(kind: Any) -> None:
+    base = kind([nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.1)
+    assert known_bases.l2_penalty(base, base.param_groups[0]) == (0.1 if kind is torch.optim.SGD else 0.0)
 
 
 def test_lion_passes_over_a_group_without_gradients() -> None:

@@ -117,21 +117,47 @@ def test_lambda_by_hand() -> None:
     assert reference.parts[0].h == pytest.approx(-15 + 0.5 * 0.1 * 5 * 17.5 / math.sqrt(28.25), rel=1e-15)
 
 
-def test_the_optimistic_rule_by_hand() -> None:
-    # With one beta the floor is a thousandth of sqrt(v) itself. Delta is 1, 5, 7.
-    # g = -4: h = -4, s = 0.1 / 1.001. g = -2: h = -10, r = 10 s, v = 4 + 100. g = 0.5: h = 3.5, of which 3, the usual
-    # share of 10, counts a tenth, and the rest in full: r = r / 2 - 0.8 s.
-    constants = {"betas": (0.5,), "s_init": 0.1, "normalize_lr": False, "smoothing": 0.0, "hindsight": 1.0}
-    reference = Reference([vector(0.0)], sgd(), rule="optimistic", **constants)
+@pytest.mark.parametrize(("steps_grow", "judged"), [(False, 0.1 * 3 + 4), (True, 0.1 * 5 + 2)])
+def test_the_optimistic_rule_by_hand(steps_grow: bool, judged: float) -> None:
+    # With one beta the floor is a thousandth of sqrt(v) itself. h = -4: s = 0.1 / 1.001. h = -10: r = 10 s,
+    # v = 4 + 100. h = 7, of which the usual share of 10 (0.3, or 0.5 where steps grow) counts a tenth, and the rest in
+    # full.
+    tuner = Tuner("optimistic", betas=(0.5,), s_init=0.1, eps=0.0)
+    tuner.loss_weight, tuner.steps_grow = 0.1, steps_grow
     seen = []
-    for g in (-1.0, -4.0, -2.0, 0.5):
-        reference.step([vector(g)])
-        seen.append((reference.vectors("s")[0], reference.vectors("r")[0]))
+    for h in (-4.0, -10.0, 7.0):
+        tuner.step(h)
+        seen.append((tuner.s[0], tuner.r[0]))
     s_2 = 0.1 / 1.001
     s_3 = (0.1 * 10 + 10 * s_2) / (1.001 * math.sqrt(104))
-    r_4 = 5 * s_2 - 0.8 * s_3
-    s_4 = (0.1 * 5 + r_4) / (1.001 * math.sqrt(26 + 3.5**2))
-    assert seen == [pytest.approx(pair, rel=1e-14) for pair in [(0, 0), (s_2, 0), (s_3, 10 * s_2), (s_4, r_4)]]
+    r_4 = 5 * s_2 - judged * s_3
+    s_4 = (0.1 * 7 + max(r_4, 0.0)) / (1.001 * math.sqrt(26 + 49))
+    assert seen == [pytest.approx(pair, rel=1e-14) for pair in [(s_2, 0), (s_3, 10 * s_2), (s_4, max(r_4, 0.0))]]
+
+
+def test_a_loss_counts_more_as_the_schedule_falls() -> None:
+    # At an eighth of the peak its cube root, a half, of the 0.9 is left.
+    reference = Reference([vector(1.0)], sgd(8.0))
+    for lr, weight in ((8.0, 0.1), (1.0, 0.55), (0.0, 1.0)):
+        reference.base.param_groups[0]["lr"] = lr
+        reference.step([vector(1.0)])
+        assert reference.parts[0].tuner.loss_weight == pytest.approx(weight, rel=1e-14)
+
+
+@pytest.mark.parametrize(("rule", "counts"), [("optimistic", 1.0), ("paper", 0.0)])
+def test_a_penalty_by_hand(rule: str, counts: float) -> None:
+    # x = (3, 4), weight decay 0.5. g = (-1, 0): the base goes by g + x / 2, so Delta = -(0.5, 2).
+    # g = (1, 0): <Delta, g> = -0.5, <Delta, x> = -9.5.
+    constants = {"betas": (0.5,), "s_init": 0.1, "eps": 0.0, "normalize_lr": False, "hindsight": 1.0, "smoothing": 0.0}
+    reference = Reference([vector(3.0, 4.0)], sgd(weight_decay=0.5), rule=rule, **constants)
+    reference.step([vector(-1.0, 0.0)])
+    reference.step([vector(1.0, 0.0)])
+    assert reference.parts[0].h == pytest.approx(-0.5 + counts * 0.5 * -9.5, rel=1e-15)
+
+
+def test_decoupled_weight_decay_is_no_penalty() -> None:
+    reference = Reference([vector(3.0)], lambda copies: torch.optim.AdamW(copies, lr=1.0, weight_decay=0.5))
+    assert reference.penalty_of(0) == 0
 
 
 def test_the_optimistic_start_by_hand() -> None:

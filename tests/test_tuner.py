@@ -20,8 +20,8 @@ SMOOTHED = [(rule, smoothing) for rule in RULES for smoothing in (0.0, 0.9) if (
 CPU = torch.device("cpu")
 
 
-def sums(*rows: tuple[float, float, float, float, float]) -> Sums:
-    return Sums.of(torch.tensor(rows, dtype=torch.float64))
+def sums(*rows: tuple[float, float, float, float, float], penalty: float = 0.0) -> Sums:
+    return Sums.of(torch.tensor([(*row, penalty * row[3]) for row in rows], dtype=torch.float64))
 
 
 def play(settings: Settings, seen: list[Sums]) -> list[TunerState]:
@@ -161,21 +161,37 @@ def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> No
 
 def test_losses_count_fully_where_the_schedule_has_ended() -> None:
     state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
-    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.125, 0.0)]
+    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.0625, 0.0)]
     assert weights == pytest.approx([0.1, 0.55, 1.0])
 
 
-def test_a_loss_beyond_the_usual_size_counts_in_full() -> None:
+@pytest.mark.parametrize(("steps_grow", "share"), [(False, 0.3), (True, 0.5)])
+def test_a_loss_beyond_the_usual_size_counts_in_full(steps_grow: bool, share: float) -> None:
     """With a loss of the usual size a tenth of it is taken from the reward, with a larger one all that goes beyond."""
-    settings = Settings(betas=(1.0,), s_init=0.1, smoothing=0.0)
+    settings = Settings(betas=(1.0,), s_init=0.1, smoothing=0.0, steps_grow=steps_grow)
     state = play(settings, [sums(row) for row in STEPS[:3]])[-1]
-    usual, betas = 0.3 * state.m, torch.tensor(settings.betas, dtype=torch.float64)
+    usual, betas = share * state.m, torch.tensor(settings.betas, dtype=torch.float64)
     rewards = []
     for loss in (0.5, 1.0, 2.0):
-        seen = Sums.of(torch.tensor([[loss * usual.item(), 1.0, 9.0, 0.0, 4.0]], dtype=torch.float64))
+        seen = sums((loss * usual.item(), 1.0, 9.0, 0.0, 4.0))
         rewards.append(advance(state, seen, settings=settings, betas=betas, lr=torch.ones_like(state.lr)).r)
     taken = [((state.r - r) / (state.s * usual)).item() for r in rewards]
     assert taken == pytest.approx([0.1 * 0.5, 0.1, 0.1 + 1.0])
+
+
+def test_the_usual_size_is_of_the_last_hundred_steps_where_steps_grow() -> None:
+    assert [rules.recent_bettor(betas) for betas in (Settings().betas, (0.5,), (0.5, 0.9, 0.98))] == [1, 0, 2]
+    state = initial_state(Settings(), tuners=1, device=CPU)._replace(m=torch.tensor([[1.0, 2, 3, 4, 5, 6]]).double())
+    assert rules.usual_loss(state.m, Settings()).item() == pytest.approx(0.3 * 6)
+    assert rules.usual_loss(state.m, Settings(steps_grow=True)).item() == pytest.approx(0.5 * 2)
+
+
+@pytest.mark.parametrize(("rule", "counts"), [("optimistic", 1.0), ("paper", 0.0), ("optax", 0.0)])
+def test_a_penalty_is_part_of_what_is_minimised(rule: str, counts: float) -> None:
+    settings = Settings.from_preset(rule=rule, s_decay=0.0)  # type: ignore[arg-type]
+    row = (-3.0, 4.0, 9.0, 2.0, 4.0)
+    state = play(settings, [sums(STEPS[0]), sums(row, penalty=0.25)])[-1]
+    assert state.h.item() == pytest.approx(-3.0 + counts * 0.25 * 2.0)
 
 
 def test_an_outlier_is_skipped_a_few_times_and_then_taken() -> None:
@@ -305,7 +321,7 @@ def test_scaled_gradients_scale_their_sums() -> None:
     factor = torch.tensor(0.25, dtype=torch.float64)
 
     def vector(g: Tensor) -> Tensor:
-        products = {"d": d, "g": g, "x": x}
+        products = {"d": d, "g": g, "x": x, "p": 0.1 * x}
         one = torch.stack([products[a].dot(products[b]) for a, b in SUMS])
         return torch.cat([one, 2 * one, torch.ones(1, dtype=torch.float64)])
 

@@ -17,7 +17,9 @@ ADDED_LATER: dict[str, Any] = {}
 
 def portable(settings: Settings) -> dict[str, Any]:
     """The settings as they are after a round trip through JSON."""
-    return {**asdict(settings), "betas": list(settings.betas)}
+    options = {**asdict(settings), "betas": list(settings.betas)}
+    del options["steps_grow"]  # follows from the base
+    return options
 
 
 def notice(header: Header, settings: Settings) -> str | None:

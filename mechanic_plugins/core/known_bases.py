@@ -17,6 +17,7 @@ __all__ = [
     "is_kind_linear_in_lr",
     "is_linear_in_lr",
     "is_torchs_own",
+    "l2_penalty",
     "own_iterate",
     "skips_on_found_inf",
     "steps_grow_with_gradient",
@@ -33,6 +34,9 @@ _OTHERS_LINEAR_IN_LR = (
     "bitsandbytes.optim.adamw.AdamW8bit",
 )
 """By name, so that they are not imported."""
+
+_ADDS_WEIGHT_DECAY = ("SGD", "Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "ASGD")
+"""torch's optimizers that add weight_decay * weights to the gradient, unless `decoupled_weight_decay` is set."""
 
 _OWN_ITERATES = ("schedulefree", "prodigy", "dadapt", "lookahead", "ranger", "madgrad")
 _OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm", "accsgd")
@@ -67,6 +71,18 @@ def steps_grow_with_gradient(base: Optimizer) -> bool:
     """SGD and its kin. Other optimizers normalise their steps, by moments, signs or norms."""
     names = [parent.__name__.lower() for parent in type(base).__mro__]
     return any("sgd" in name or name in _MOMENTUM_SGD for name in names)
+
+
+def l2_penalty(base: Optimizer, group: dict[str, Any]) -> float:
+    """The factor k for a base that minimises k / 2 * |x|^2 beside the loss, as weight decay in SGD and Adam does.
+
+    0 for decoupled weight decay, which is no gradient of anything, and for an optimizer that is not known.
+    """
+    decay = group.get("weight_decay")
+    if not decay or group.get("decoupled_weight_decay"):
+        return 0.0
+    is_added = _is_torchs(type(base), _ADDS_WEIGHT_DECAY) or getattr(base, "adam_w_mode", True) is False
+    return float(decay) if is_added else 0.0
 
 
 def is_torchs_own(base: Optimizer) -> bool:

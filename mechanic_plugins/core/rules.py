@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,12 +14,25 @@ from torch import Tensor
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import TunerState
 
-__all__ = ["LOSS_WEIGHT", "RELATIVE_EPS", "USUAL_LOSS", "Bets", "loss_weight", "place_bets"]
+__all__ = [
+    "LOSS_WEIGHT",
+    "RELATIVE_EPS",
+    "USUAL_LOSS",
+    "USUAL_LOSS_IF_STEPS_GROW",
+    "Bets",
+    "loss_weight",
+    "place_bets",
+    "recent_bettor",
+    "usual_loss",
+]
 
 LOSS_WEIGHT = 0.1
 """The optimistic rule: how much a loss counts beside a gain, at the peak of the schedule."""
 USUAL_LOSS = 0.3
 """The optimistic rule: a loss beyond this share of the largest |h| so far counts in full: a run may be diverging."""
+USUAL_LOSS_IF_STEPS_GROW = 0.5
+"""The same for a base whose steps grow with the gradient, as a share of the largest |h| of the last hundred steps or
+so: it diverges sooner, and an |h| from its first steps would hide that."""
 RELATIVE_EPS = 1e-3
 """The optimistic rule: the floor under sqrt(v), as a share of the largest of all bettors."""
 
@@ -38,29 +51,42 @@ class Bets(NamedTuple):
 def place_bets(state: TunerState, h: Tensor, bet: Tensor, settings: Settings, betas: Tensor, lr: Tensor) -> Bets:
     """The bettors after a step that saw `h`, where `bet` is what each of them had placed."""
     if settings.rule == "optimistic":
-        return _optimistic(state, h, bet, betas, settings.eps, loss_weight(state, lr))
+        return _optimistic(state, h, bet, betas, settings, loss_weight(state, lr))
     return _RULES[settings.rule](state, h, bet, betas, settings.eps)
 
 
 def loss_weight(state: TunerState, lr: Tensor) -> Tensor:
     """From LOSS_WEIGHT at the schedule's peak to 1 where the learning rate has fallen to 0."""
     share = torch.where(state.lr > 0, lr / state.lr, 1.0)
-    return 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1).sqrt()
+    return 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1) ** (1 / 3)
 
 
-def _optimistic(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, eps: float, weight: Tensor) -> Bets:
+def recent_bettor(betas: Sequence[float]) -> int:
+    """The one whose memory is nearest to a hundred steps."""
+    return min(range(len(betas)), key=lambda index: abs(betas[index] - 0.99))
+
+
+def _optimistic(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, settings: Settings, weight: Tensor) -> Bets:
     """Algorithm 1 with a weight on losses and a relative floor under sqrt(v); it remembers nothing before it starts."""
     n = beta.numel()
     h = torch.where(state.s_init > 0, h, 0.0)
     m = torch.maximum(beta * state.m, h.abs())
     v = beta**2 * state.v + h**2
-    usual = USUAL_LOSS * state.m.amax(-1, keepdim=True)
+    usual = usual_loss(state.m, settings)
     judged = torch.where(h > 0, weight * torch.minimum(h, usual) + (h - usual).clamp(min=0), h)
     r = (beta * state.r - bet * judged).clamp(min=0)
     root = v.sqrt()
-    floor = eps + RELATIVE_EPS * root.amax(-1, keepdim=True)
+    floor = settings.eps + RELATIVE_EPS * root.amax(-1, keepdim=True)
     s = torch.where(v > 0, (state.s_init * m / n + r) / (root + floor), 0.0)
     return Bets(s, r, m, v, state.q, state.w0)
+
+
+def usual_loss(m: Tensor, settings: Settings) -> Tensor:
+    """What of a loss is weighed; beyond it a loss counts in full."""
+    if not settings.steps_grow:
+        return USUAL_LOSS * m.amax(-1, keepdim=True)
+    recent = recent_bettor(settings.betas)
+    return USUAL_LOSS_IF_STEPS_GROW * m[..., recent : recent + 1]
 
 
 _Rule = Callable[[TunerState, Tensor, Tensor, Tensor, float], Bets]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 __all__ = ["LEFT_OPEN", "PRESETS", "Preset", "Rule", "Scope", "Settings", "check_max_grad_norm"]
@@ -61,6 +61,8 @@ class Settings:
     max_scale: float | None = None
     scope: Scope = "all"
     normalize_lr: bool = True
+    steps_grow: bool = field(default=False, repr=False)
+    """Not an option: whether the base's steps grow with the gradient, which `for_base` notes."""
     _chosen: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -96,7 +98,7 @@ class Settings:
             for name, value in FOR_GROWING_STEPS.items()
             if name not in self._chosen and getattr(self, name) == getattr(Settings, name)
         }
-        return replace(self, **open_)
+        return replace(self, steps_grow=True, **open_)
 
     def at_lr(self, lr: float) -> Settings:
         """Settings that give the same trajectory for a base whose updates are `lr` times as long."""

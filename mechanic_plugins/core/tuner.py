@@ -153,7 +153,7 @@ def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor,
         betas: `settings.betas` as a tensor on the state's device, so that no step copies it there.
         lr: The base's learning rate in this step, of shape (tuners, 1).
     """
-    h = _hypergradient(state, sums, s_decay=settings.s_decay)
+    h = _hypergradient(state, sums, settings)
     gradients = state.gradients + (sums.gg > 0)
     state = state._replace(gradients=gradients, s_init=_initial_scale(state, sums, settings))
     bets = place_bets(state, h, _placed_bet(state, settings), settings, betas, lr)
@@ -202,7 +202,8 @@ def rescale_to_lr(state: TunerState, sums: Sums, lr: Tensor) -> tuple[TunerState
         played=state.played * lr_ratio,
         lr=torch.where(lr > state.lr, lr, state.lr),
     )
-    return state, sums._replace(dg=sums.dg / lr_ratio, dx=sums.dx / lr_ratio, dd=sums.dd / lr_ratio**2), lr_ratio
+    dg, dx, dp = (product / lr_ratio for product in (sums.dg, sums.dx, sums.dp))
+    return state, sums._replace(dg=dg, dx=dx, dd=sums.dd / lr_ratio**2, dp=dp), lr_ratio
 
 
 def noted(state: TunerState, lr: Tensor) -> TunerState:
@@ -222,9 +223,10 @@ def delta_factor(before: TunerState, after: TunerState, *, hindsight: float) -> 
     return torch.where(was_played, hindsight + (1 - hindsight) * before.played / after.played, 1.0)
 
 
-def _hypergradient(state: TunerState, sums: Sums, *, s_decay: float) -> Tensor:
+def _hypergradient(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
     direction = torch.where(sums.xx > 0, sums.dx / sums.xx.sqrt(), 0.0)
-    return sums.dg + s_decay * state.played * sums.gg.sqrt() * direction
+    h = sums.dg + settings.s_decay * state.played * sums.gg.sqrt() * direction
+    return h + sums.dp if settings.rule == "optimistic" else h
 
 
 def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:

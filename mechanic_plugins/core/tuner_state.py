@@ -1,6 +1,6 @@
 """What the tuner sees and remembers, and how both lie in memory.
 
-A step's sums are one float64 vector: five inner products for each tuner, then the number of gradients.
+A step's sums are one float64 vector: six inner products for each tuner, then the number of gradients.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ __all__ = [
     "with_scaled_gradients",
 ]
 
-SUMS = ("dg", "gg", "xx", "dx", "dd")
-"""The five inner products a step needs, of delta (d), gradient (g) and weights (x), in this order."""
+SUMS = ("dg", "gg", "xx", "dx", "dd", "dp")
+"""The inner products a step needs, of delta (d), gradient (g), weights (x), and the gradient of the penalty that the
+base minimises beside the loss (p: the weights times their weight decay), in this order."""
 
 CLIP_EPS = 1e-6
 """Added to the norm that is clipped, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 class Sums(NamedTuple):
-    """The five global inner products, each of shape (tuners, 1)."""
+    """The global inner products, each of shape (tuners, 1)."""
 
     dg: Tensor
     gg: Tensor
     xx: Tensor
     dx: Tensor
     dd: Tensor
+    dp: Tensor
 
     @classmethod
     def of(cls, table: Tensor) -> Sums:
-        """From a (tuners, 5) tensor."""
+        """From a (tuners, 6) tensor."""
         return cls(*(column.unsqueeze(-1) for column in table.unbind(-1)))
 
     @classmethod

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import IndexRange, ParamState, needs_reference
-from mechanic_plugins.core.tuner_state import SUMS, gradient_count, sums_of
+from mechanic_plugins.core.tuner_state import gradient_count, sums_of
 
 __all__ = ["ForeachBatch", "local_sums", "move"]
 
@@ -21,6 +21,8 @@ _CHUNK = {"cpu": 1 << 18}
 """Elements that are summed in float32 before float64 takes over. A CPU's sums are off by about 1e-7 then; GPUs add in
 trees, and have few launches to give."""
 _OTHER_CHUNK = 1 << 26
+_DOTS = 5
+"""Inner products of a tensor's weights, gradient and delta."""
 _CACHED = 1 << 20
 """Elements that stay in a CPU's cache from one operation to the next; fewer would pay more for starting them."""
 
@@ -58,13 +60,14 @@ class ForeachBatch:
         tuner_index: int,
         weight: float,
         maximize: bool,
+        penalty: float,
     ) -> None:
-        """Adds this list's share to a tuner's five sums, and its gradients to the count at the end."""
+        """Adds this list's share to a tuner's sums, and its gradients to the count at the end."""
         param_states = [ParamState(*tensors) for tensors in zip(xs, grads, self.deltas, self.refs, strict=True)]
         sums = local_sums(param_states, device=out.device)
         if maximize:
             sums[0].neg_()
-        sums_of(out, tuner_index).add_(sums, alpha=weight)
+        sums_of(out, tuner_index).add_(torch.cat([sums, penalty * sums[3:4]]), alpha=weight)
         gradient_count(out).add_(sum(grad is not None for grad in grads))
 
     def snapshot(self, part: IndexRange, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -122,7 +125,7 @@ def _sums(param_states: Sequence[ParamState], *, device: torch.device, at_least:
     dots: list[Tensor] = []
     for param_state in param_states:
         _add_dots(param_state, dots, at_least)
-    return torch.stack(dots).to(device, non_blocking=True).view(-1, len(SUMS)).sum(0, dtype=torch.float64)
+    return torch.stack(dots).to(device, non_blocking=True).view(-1, _DOTS).sum(0, dtype=torch.float64)
 
 
 def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype) -> None:

@@ -171,9 +171,9 @@ def collect_kernel(
     sums, programs, norms, norm_programs, constants, out, count,
     NORMS_APART: tl.constexpr, MAXIMIZE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the programs' partial sums, in float64 and always in the same order, to a tuner's five.
+    """Adds the programs' partial sums, in float64 and always in the same order, to a tuner's six.
 
-    `constants` holds the weight they are counted with, and the number of gradients.
+    `constants` holds the weight they are counted with, the number of gradients, and the weight decay of the penalty.
     """
     weight = tl.load(constants)
     lane = tl.arange(0, SIZE)
@@ -205,4 +205,5 @@ def collect_kernel(
     tl.store(out + 2, tl.load(out + 2) + tl.sum(xx) * weight)
     tl.store(out + 3, tl.load(out + 3) + tl.sum(dx) * weight)
     tl.store(out + 4, tl.load(out + 4) + tl.sum(dd) * weight)
+    tl.store(out + 5, tl.load(out + 5) + tl.sum(dx) * weight * tl.load(constants + 2))
     tl.store(count, tl.load(count) + tl.load(constants + 1))

@@ -12,8 +12,8 @@ def tuner_kernel(
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
     HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, LR_AS_NUMBER: tl.constexpr,
     CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
-    LOSS_WEIGHT: tl.constexpr, USUAL_LOSS: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr,
-    WINDOW: tl.constexpr, OUTLIER: tl.constexpr,
+    LOSS_WEIGHT: tl.constexpr, USUAL_LOSS: tl.constexpr, RECENT: tl.constexpr, RELATIVE_EPS: tl.constexpr,
+    START: tl.constexpr, WINDOW: tl.constexpr, OUTLIER: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`rescale_to_lr` and `advance` of `mechanic_plugins.core.tuner`, a tuner a program, and whether the step is made.
@@ -25,11 +25,11 @@ def tuner_kernel(
     """
     program = tl.program_id(0)
     every = tl.arange(0, NUMBERS)
-    seen = tl.load(sums + every, every < tuners * 5 + 1, 0.0)
+    seen = tl.load(sums + every, every < tuners * 6 + 1, 0.0)
     is_finite = tl.sum(tl.where(seen - seen == 0, 0, 1)) == 0
-    has_gradients = is_finite & (tl.load(sums + tuners * 5) > 0)
+    has_gradients = is_finite & (tl.load(sums + tuners * 6) > 0)
     width: tl.constexpr = 6 * n + 6
-    all_squares = tl.where(is_finite, tl.load(sums + every * 5 + 1, every < tuners, 0.0), 0.0)
+    all_squares = tl.where(is_finite, tl.load(sums + every * 6 + 1, every < tuners, 0.0), 0.0)
     clip = tl.zeros_like(tl.load(sums)) + 1.0
     if CLIPS:
         largest = tl.zeros_like(clip) + norm_high + norm_low
@@ -43,7 +43,7 @@ def tuner_kernel(
     old += program * width
     new += program * width
     longest = tl.load(old + 6 * n + 5)
-    squares = tl.load(sums + program * 5 + 1)
+    squares = tl.load(sums + program * 6 + 1)
     norm = clip * tl.sqrt(tl.where(is_finite, squares, 0.0))
     made = has_gradients & (is_outlier == 0)
     if program == 0:
@@ -71,12 +71,13 @@ def tuner_kernel(
     beta = tl.load(betas + lane, inside, 0.5)
     s_decay = tl.load(constants + 0)
     eps = tl.load(constants + 1)
-    sums += program * 5
+    sums += program * 6
     dg = clip * tl.load(sums)
     gg = clip * clip * tl.load(sums + 1)
     xx = tl.load(sums + 2)
     dx = tl.load(sums + 3)
     dd = tl.load(sums + 4)
+    dp = tl.load(sums + 5)
 
     was_s, was_m, was_v, was_init, was_played, lr = s, m, v, s_init, played, last_lr
     lr_ratio = tl.zeros_like(last_lr) + 1.0
@@ -96,8 +97,11 @@ def tuner_kernel(
         dg = dg / lr_ratio
         dx = dx / lr_ratio
         dd = dd / (lr_ratio * lr_ratio)
+        dp = dp / lr_ratio
 
     h = dg + s_decay * played * tl.sqrt(gg) * tl.where(xx > 0, dx / tl.sqrt(tl.where(xx > 0, xx, 1.0)), 0.0)
+    if RULE == 4:
+        h += dp
     if AUTO:
         measured = tl.load(constants + 2) * (1.0 + tl.sqrt(xx)) / tl.sqrt(tl.where(dd > 0, dd, 1.0))
         if RULE == 4:
@@ -123,8 +127,13 @@ def tuner_kernel(
     rewarded = seen_h + tl.zeros_like(m)
     if RULE == 4:
         share = tl.where(lr > 0, now / tl.where(lr > 0, lr, 1.0), 1.0)
-        weight = 1.0 - (1.0 - LOSS_WEIGHT) * tl.sqrt(tl.minimum(tl.maximum(share, 0.0), 1.0))
-        usual = USUAL_LOSS * tl.max(tl.where(inside, m, 0.0))
+        share = tl.minimum(tl.maximum(share, 0.0), 1.0)
+        root = tl.where(share > 0, tl.exp(tl.log(tl.where(share > 0, share, 1.0)) / 3.0), 0.0)
+        weight = 1.0 - (1.0 - LOSS_WEIGHT) * root
+        if RECENT < 0:
+            usual = USUAL_LOSS * tl.max(tl.where(inside, m, 0.0))
+        else:
+            usual = USUAL_LOSS * tl.sum(tl.where(lane == RECENT, m, 0.0))
         loss = weight * tl.minimum(rewarded, usual) + tl.maximum(rewarded - usual, 0.0)
         rewarded = tl.where(rewarded > 0, loss, rewarded)
     if RULE == 2 or RULE == 3:  # optax, theory

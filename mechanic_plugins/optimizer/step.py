@@ -6,9 +6,11 @@ decision, the base's step and Mechanic's move.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from types import FrameType
 from typing import Any
 
@@ -241,7 +243,10 @@ def _is_called_by(module: str) -> bool:
 
 
 def _ids_of_moving(params: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(id(p) for p in params if p.requires_grad or p.grad is not None)
+    grads = [p.grad for p in params]
+    if all(map(operator.is_not, grads, repeat(None))):
+        return tuple(map(id, params))
+    return tuple(id(p) for p, grad in zip(params, grads, strict=True) if grad is not None or p.requires_grad)
 
 
 def _evaluated(closure: Closure | None, refuse: Closure | None) -> tuple[Closure | None, Any]:

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.core.param_state import DELTA, REF, IndexRange, ParamState, needs_reference
 from mechanic_plugins.distributed.sharding import local
+from mechanic_plugins.kernels.addresses import BaseState
 from mechanic_plugins.kernels.foreach import ForeachBatch
-from mechanic_plugins.kernels.triton_batch import FUSED_PROGRAMS, MOVE_BLOCK, MOVE_WARPS, BaseState, TritonBatch
+from mechanic_plugins.kernels.triton_batch import FUSED_PROGRAMS, MOVE_BLOCK, MOVE_WARPS, TritonBatch
 from mechanic_plugins.kernels.triton_support import triton_type
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.passes.plan import Closure, Decision, Group, ParamBatch, Plan
@@ -119,7 +120,7 @@ class FusedBatch(ParamBatch):
                 **rows.types("xtype", "gtype"),
                 mtype=triton_type(self.moment_type),
                 LOW=needs_reference(rows.xtype),
-                ALIGNED=rows.is_aligned,
+                ALIGNED=rows.addresses.are_aligned,
                 SIZE=MOVE_BLOCK,
                 num_warps=MOVE_WARPS,
             )
@@ -149,9 +150,8 @@ class FusedPlan(Plan):
         scales = decision.scales()
         for batch in self.batches:
             batch.apply(scales, unit=unit)
-        torch.autograd.graph.increment_version([x for batch in self.batches for x in batch.xs()])
         for batch in self.batches:
-            batch.finish_moves()
+            batch.tensors.finish_one_move(batch.xs())
         self.base._opt_called = True  # type: ignore[attr-defined]  # for schedulers built on the base
 
 

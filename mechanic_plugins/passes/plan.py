@@ -76,9 +76,8 @@ class ParamBatch:
         self.device: torch.device = entries[0].param_state.x.device
         self.states: list[Any] = [base.state.get(p) for p in self.params]
         self.watched = [self._watched(state) for state in self.states]
-        self._places = [(s, name) for s, names in zip(self.states, self.watched, strict=True) for name in names]
-        self._watched_tensors = [tensor for watched in self.watched for tensor in watched.values()]
-        self._is_complete = all(tensor is not None for tensor in self._watched_tensors)
+        self._kept = {name: [watched[name] for watched in self.watched] for name in self._names()}
+        self._is_complete = all(tensor is not None for tensors in self._kept.values() for tensor in tensors)
         self.tensors = self._tensor_batch([entry.param_state for entry in entries], by_kernels=by_kernels)
 
     def _tensor_batch(self, param_states: Sequence[ParamState], *, by_kernels: bool) -> TritonBatch | ForeachBatch:
@@ -95,7 +94,13 @@ class ParamBatch:
         """Whether the state is still where it was: a load, or a change of paths, puts other tensors there."""
         if not self._is_complete:
             return False
-        return all(map(operator.is_, [state.get(name) for state, name in self._places], self._watched_tensors))
+        try:
+            return all(
+                all(map(operator.is_, map(operator.itemgetter(name), self.states), tensors))
+                for name, tensors in self._kept.items()
+            )
+        except KeyError:
+            return False
 
     def refresh_pointers(self) -> bool:
         """Looks where weights and gradients are in this step; False where one is not like it was."""
@@ -112,10 +117,16 @@ class ParamBatch:
         return [local(grad) for grad in grads] if self.is_sharded else grads
 
     def add_sums(self, out: Tensor) -> None:
-        """Adds this batch's share to its tuner's five sums, and its gradients to the count at the end."""
-        maximize = bool(self.group.get("maximize"))
+        """Adds this batch's share to its tuner's sums, and its gradients to the count at the end."""
+        by_kernels = isinstance(self.tensors, TritonBatch)  # which read the addresses before
         self.tensors.add_sums(
-            self.xs(), self.grads(), out, tuner_index=self.tuner_index, weight=self.weight, maximize=maximize
+            () if by_kernels else self.xs(),
+            () if by_kernels else self.grads(),
+            out,
+            tuner_index=self.tuner_index,
+            weight=self.weight,
+            maximize=bool(self.group.get("maximize")),
+            penalty=known_bases.l2_penalty(self.base, self.group),
         )
 
     def clip_gradients(self, factor: float | Tensor) -> None:
@@ -255,7 +266,7 @@ class Plan:
         )
 
     def sums(self, *, tuners: int, device: torch.device) -> Tensor:
-        """Five sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up."""
+        """The sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up."""
         out = empty_sums(tuners, device)
         for batch in self.batches:
             batch.add_sums(out)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import ParamState, needs_reference
 from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import is_dtensor
@@ -118,8 +119,15 @@ class Passes:
             )
             pointed = rows.refresh_pointers(xs, grads)
             assert pointed
-            maximize = bool(entry.group.get("maximize"))
-            rows.add_sums(xs, grads, out, tuner_index=entry.tuner_index, weight=entry.weight, maximize=maximize)
+            rows.add_sums(
+                xs,
+                grads,
+                out,
+                tuner_index=entry.tuner_index,
+                weight=entry.weight,
+                maximize=bool(entry.group.get("maximize")),
+                penalty=known_bases.l2_penalty(self.base, entry.group),
+            )
         return out
 
     def _table(self, param_states: Sequence[ParamState]) -> Table:

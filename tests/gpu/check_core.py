@@ -89,11 +89,12 @@ def check_paths() -> Iterator[tuple[str, bool]]:
 def train_clipped(build: Build, *, by_hand: bool, **options: Any) -> Any:
     """With a quarter of the gradients shorter than the norm."""
     net, sync_free = make_net(options.pop("dtype", torch.float32)), options.pop("sync_free", False)
+    steps = options.pop("steps", STEPS)
     if not by_hand:
         options["max_grad_norm"] = CLIP
     optimizer = mechanize(build(net.parameters()), s_init=1e-4, s_decay=0.01, **options)
     generator, norms = torch.Generator(DEVICE).manual_seed(1), []
-    for step in range(STEPS):
+    for step in range(steps):
         x = torch.randn(128, 64, device=DEVICE, generator=generator).to(next(net.parameters()).dtype)
         loss = nn.functional.cross_entropy(net(x).float(), x[:, :10].argmax(1))
         optimizer.zero_grad()
@@ -111,17 +112,24 @@ def train_clipped(build: Build, *, by_hand: bool, **options: Any) -> Any:
 def check_clipping() -> Iterator[tuple[str, bool]]:
     """A step with max_grad_norm ends where clip_grad_norm_ before a step does, and waits no more often."""
     for name, build in BASES.items():
-        expected, norms, _ = train_clipped(build, by_hand=True, backend="foreach")
+        # float64 for Lion: two roundings of the factor are a whole step apart where a momentum is near 0
+        dtype = torch.float64 if name == "lion" else torch.float32
+        expected, norms, _ = train_clipped(build, by_hand=True, backend="foreach", dtype=dtype)
         some_are_clipped = bool((norms > CLIP).any() and (norms < CLIP).any())
         for backend in ("foreach", "triton", "fused"):
             sync_free = backend == "fused" or (backend == "triton" and name != "lion")
-            weights, seen, _ = train_clipped(build, by_hand=False, backend=backend, sync_free=sync_free)
+            if name == "lion" and backend == "fused":
+                continue  # knows float32 only
+            weights, seen, _ = train_clipped(build, by_hand=False, backend=backend, sync_free=sync_free, dtype=dtype)
             distance = ((weights - expected).norm() / expected.norm()).item()
             off = ((seen - norms).norm() / norms.norm()).item()
             yield (
                 f"clipping, {name}, {backend}: weights {distance:.1e}, norms {off:.1e} from clip_grad_norm_",
-                some_are_clipped and distance < TOLERANCE.get(name, 1e-5) and off < TOLERANCE.get(name, 1e-5),
+                some_are_clipped and distance < 1e-5 and off < 1e-5,
             )
+    ends = [train_clipped(BASES["lion"], by_hand=by_hand, backend="fused", steps=8)[0] for by_hand in (True, False)]
+    apart = ((ends[0] - ends[1]).abs() > 1e-6).double().mean().item()
+    yield f"clipping, lion, fused: {apart:.1e} of the weights apart from clip_grad_norm_ after 8 steps", apart < 1e-2
     for backend in ("triton", "fused"):
         ends = [
             train_clipped(BASES["adamw"], by_hand=by_hand, backend=backend, dtype=torch.bfloat16)[0]

@@ -40,7 +40,7 @@ def test_the_tuner_equals_torchs(rule: Any, norm: float) -> None:
     counted = counters = torch.zeros(2, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for step in range(12):
-        sums = torch.randn(2, 5, dtype=torch.float64, generator=generator)
+        sums = torch.randn(2, 6, dtype=torch.float64, generator=generator)
         sums[:, [1, 2, 4]] = sums[:, [1, 2, 4]].abs()
         sums[-1, 1] *= 1e9 if step == 10 else 1.0
         vector = torch.cat([sums.flatten(), torch.ones(1, dtype=torch.float64)])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kernel_cases import EPS
 
 from mechanic_plugins.core.param_state import IndexRange, ParamState, needs_reference
+from mechanic_plugins.core.tuner_state import SUMS
 from mechanic_plugins.kernels.foreach import ForeachBatch
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.kernels.triton_support import kind_of
@@ -43,10 +44,12 @@ def pointed(rows: TritonBatch, param_states: list[ParamState]) -> TritonBatch:
 
 
 def summed(rows: TritonBatch | ForeachBatch, param_states: list[ParamState], *, maximize: bool = False) -> torch.Tensor:
-    out = torch.zeros(11, dtype=torch.float64)
-    rows.add_sums(xs_of(param_states), grads_of(param_states), out, tuner_index=1, weight=0.5, maximize=maximize)
-    assert not out[:5].any()
-    return out[5:]
+    out = torch.zeros(2 * len(SUMS) + 1, dtype=torch.float64)
+    tensors = xs_of(param_states), grads_of(param_states)
+    rows.add_sums(*tensors, out, tuner_index=1, weight=0.5, maximize=maximize, penalty=0.3)
+    assert not out[: len(SUMS)].any()
+    assert out[-2].item() == pytest.approx(0.3 * out[-4].item(), rel=1e-15)
+    return out[len(SUMS) :]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -57,7 +60,7 @@ def test_sums_equal_torchs(dtype: torch.dtype, maximize: bool) -> None:
     kernel = summed(pointed(TritonBatch(param_states), param_states), param_states, maximize=maximize)
     eps = EPS[torch.float64 if dtype == torch.float64 else torch.float32]
     assert ((plain - kernel).abs() <= 30 * eps * plain.abs().max()).all()
-    assert plain[5] == kernel[5] == len(SHAPES) - 1
+    assert plain[-1] == kernel[-1] == len(SHAPES) - 1
 
 
 @given(

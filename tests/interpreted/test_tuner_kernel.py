@@ -23,6 +23,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"s_init": 1e-3}, "theory"),
     ({"hindsight": 0.6}, "paper"),
     ({"s_decay": 0.1}, "theory"),
+    ({"steps_grow": True, "betas": (0.5, 0.9, 0.98)}, "optax"),
     ({"own_warmup": True, "hindsight": 0.6}, "optax"),
     ({"own_warmup": True, "smoothing": 0.9, "s_init": 1e-3}, "experiments"),
 ]
@@ -39,8 +40,8 @@ def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
     counted = counters = torch.zeros(2, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for step in range(12):
-        lrs: list[float | torch.Tensor] = [0.1 * min(step, 8) + row for row in range(tuners)]
-        sums = torch.randn(tuners, 5, dtype=torch.float64, generator=generator)
+        lrs: list[float | torch.Tensor] = [0.1 * min(step, 8, 15 - step) + row for row in range(tuners)]
+        sums = torch.randn(tuners, 6, dtype=torch.float64, generator=generator)
         sums[:, [1, 2, 4]] = sums[:, [1, 2, 4]].abs()
         if step == 0:
             sums[:, [0, 3, 4]] = 0

@@ -1,0 +1,154 @@
+"""Where the tensors of a batch are in memory.
+
+Weights and gradients are looked at in every step: gradients move when they are set to None, FSDP may swap a weight's
+tensor. The table on the device is written only when one of them has moved.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core.param_state import IndexRange, ParamState
+from mechanic_plugins.kernels.table import COLUMNS, POINTERS, Table
+from mechanic_plugins.kernels.triton_support import kind_of, lies_like
+
+__all__ = ["Addresses", "BaseState"]
+
+_VERSION = operator.attrgetter("_version")
+
+
+class BaseState(NamedTuple):
+    """What the base keeps for a parameter; None where it has no such thing."""
+
+    moment1: Tensor | None = None
+    moment2: Tensor | None = None
+    step: Tensor | None = None
+
+
+class Addresses:
+    """Of one list of parameters, in a table.
+
+    `are_aligned` says whether kernels may read 16 bytes at once, `gradients` how many there are in this step.
+    """
+
+    def __init__(
+        self,
+        param_states: Sequence[ParamState],
+        extras: Sequence[BaseState] | None,
+        places: Sequence[int],
+        table: Table,
+    ) -> None:
+        _, self._xtype, self._gtype, self._are_even = kind_of(param_states[0])
+        self._index = param_states[0].x.get_device()
+        self._strides = [param_state.x.stride() for param_state in param_states]
+        self._numels = [param_state.x.numel() for param_state in param_states]
+        self._table = table
+        self._rows: list[int] = []
+        for param_state, place, extra in zip(param_states, places, extras or [BaseState()] * len(places), strict=False):
+            pointers = (0 if t is None else t.data_ptr() for t in (param_state.delta, param_state.ref, *extra))
+            self._rows += (0, 0, *pointers, place, param_state.x.numel())
+        self._bits = _ored(self._rows)
+        self._here: tuple[list[int], list[int]] = ([], [])
+        """Those of weights and gradients, as the table has them."""
+        self._is_as_before: Callable[..., bool] | None = None
+        """Of weights and gradients, when every weight has one."""
+        self._moves = 0
+        self.version = (0, 0)
+        """Changes whenever somebody writes into the weights, or puts others in their place."""
+        self.are_aligned = False
+        self.gradients = 0
+
+    def refresh(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Reads them; False where a weight or a gradient is not like it was.
+
+        The host does this before every step, for every tensor: whole lists at a time, with as little python as can be.
+        """
+        is_as_before = self._is_as_before is not None and self._is_as_before(*xs, *grads)
+        if not (is_as_before or self._looked_closely(xs, grads)):
+            return False
+        of_xs, of_grads = list(map(Tensor.data_ptr, xs)), [0 if grad is None else grad.data_ptr() for grad in grads]
+        if (of_xs, of_grads) != self._here:
+            self._write(of_xs, of_grads)
+        self.version = self.version_of(xs)
+        return True
+
+    def _looked_closely(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        present = [grad for grad in grads if grad is not None]
+        if not (self._have_stayed(xs) and self._fit(present, grads, xs)):
+            return False
+        self.gradients = len(present)
+        self._is_as_before = _comparison([*xs, *present]) if len(present) == len(xs) else None
+        return True
+
+    def _have_stayed(self, xs: Sequence[Tensor]) -> bool:
+        return (
+            [x.stride() for x in xs] == self._strides
+            and [x.numel() for x in xs] == self._numels
+            and {x.dtype for x in xs} == {self._xtype}
+            and {x.get_device() for x in xs} == {self._index}
+        )
+
+    def _fit(self, present: Sequence[Tensor], grads: Sequence[Tensor | None], xs: Sequence[Tensor]) -> bool:
+        """Whether each gradient lies in memory as its weights do."""
+        if not present:
+            return True
+        if {grad.layout for grad in present} != {torch.strided} or {grad.dtype for grad in present} != {self._gtype}:
+            return False
+        if len(present) == len(xs) and [grad.stride() for grad in present] == self._strides:
+            return True
+        return all(grad is None or lies_like(grad, x) for grad, x in zip(grads, xs, strict=True))
+
+    def _write(self, of_xs: list[int], of_grads: list[int]) -> None:
+        self._moves += of_xs != self._here[0]
+        self._here = of_xs, of_grads
+        rows = list(self._rows)
+        rows[::COLUMNS], rows[1::COLUMNS] = of_xs, of_grads
+        bits = functools.reduce(operator.or_, of_grads, functools.reduce(operator.or_, of_xs, self._bits))
+        self.are_aligned = self._are_even and bits % 16 == 0
+        self._rows = rows
+        self._table.point_to(rows)
+
+    def follow(self, part: IndexRange, xs: Sequence[Tensor]) -> None:
+        """Some weights may be elsewhere in the middle of a step."""
+        of_xs = list(self._here[0])
+        of_xs[part.first : part.last] = map(Tensor.data_ptr, xs)
+        if of_xs != self._here[0]:
+            self._write(of_xs, self._here[1])
+
+    def version_of(self, xs: Sequence[Tensor]) -> tuple[int, int]:
+        """Each tensor's own only ever grows, so that their sum tells whether any has."""
+        return sum(map(_VERSION, xs)), self._moves
+
+    def version_after_writing(self) -> tuple[int, int]:
+        """Once, into every one of the weights."""
+        return self.version[0] + len(self._numels), self._moves
+
+
+def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether other tensors have the types, dtypes, devices, sizes and strides of these, one by one.
+
+    It is what torch.compile asks of the arguments of a function, in C++. Where a later torch has it no more, the answer
+    is no, and `Addresses` looks closely in every step.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes, strides = [list(t.size()) for t in tensors], [list(t.stride()) for t in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+    except (ImportError, TypeError):
+        return lambda *others: False
+    return guards.check
+
+
+def _ored(rows: Sequence[int]) -> int:
+    """All pointers to vectors in one number: what its last bits say holds for each."""
+    bits = 0
+    for column in range(POINTERS):
+        bits |= functools.reduce(operator.or_, rows[column::COLUMNS], 0)
+    return bits
