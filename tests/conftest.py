@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -23,6 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(pool or item.path.stem))
     items.sort(key=lambda item: (not _pool(item), item.path not in slow_files))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: neither the garbage collector nor a search of all live objects need walk it each time.
+
+    Every framework together leaves a million objects, and a mechanized optimizer's first step may look for an engine
+    that holds it. Those are made later, by the tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _pool(item: pytest.Item) -> str | None:

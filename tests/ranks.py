@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -44,6 +45,7 @@ SLOW_IMPORTS = (
 def serve(rank: int, world_size: int, store: str, environment: dict[str, str], pipe: Connection) -> None:
     """A rank's life: run what comes through the pipe, send back what it returned or how it failed."""
     faulthandler.enable()
+    gc.freeze()  # what the process that it was forked from has imported: see conftest.py
     os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(

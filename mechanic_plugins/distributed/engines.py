@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 
+import torch.distributed as dist
+
 from mechanic_plugins.distributed.live_objects import live_objects
 
 __all__ = ["refuse_unattached"]
@@ -21,8 +23,8 @@ def refuse_unattached(optimizer: object) -> None:
     Raises:
         RuntimeError: One of DeepSpeed's objects holds the optimizer.
     """
-    if "deepspeed" not in sys.modules:
-        return
+    if "deepspeed" not in sys.modules or not (dist.is_available() and dist.is_initialized()):
+        return  # every engine has a process group, on one rank too: without one there is nothing to look for
     for o in live_objects(lambda kind: str(kind.__module__).startswith("deepspeed.")):
         if getattr(o, "__dict__", {}).get("optimizer") is optimizer:
             raise RuntimeError(

@@ -227,6 +227,7 @@ class Run:
     optimizer: MechanicOptimizer
     even: bool
     dtype: torch.dtype
+    counted: bool = True
     hs: list[float] = field(default_factory=list)
     collectives: list[int] = field(default_factory=list)
 
@@ -239,12 +240,13 @@ class Run:
         even: bool = False,
         dtype: str = "float64",
         seed: int = 0,
+        counted: bool = True,
         **options: Any,
     ) -> Run:
         kind = getattr(torch, dtype)
         setup = SETUPS[name](make_net(even=even, dtype=kind, seed=seed))
         optimizer = mechanize(BASES[base](setup.model.parameters()), **{"s_init": 1e-3, "s_decay": 0.01, **options})
-        return cls(setup, optimizer, even, kind)
+        return cls(setup, optimizer, even, kind, counted)
 
     def train(self, first: int, last: int, *, accumulate: int = 1, clip: float | None = None) -> None:
         for step in range(first, last):
@@ -268,7 +270,7 @@ class Run:
             nn.utils.clip_grad_norm_(self.setup.model.parameters(), norm)
 
     def step(self) -> None:
-        if len(self.hs) in COUNTED_STEPS:
+        if self.counted and len(self.hs) in COUNTED_STEPS:
             with CommDebugMode() as comm:
                 self.optimizer.step()
             counts = comm.get_comm_counts()
