@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -12,28 +11,21 @@ POOLS = ("engines", "ranks")
 """The fixtures that keep processes alive, which one worker should start and not both."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks what runs on ranks, and says what the workers of `make test` share out: a pool's tests, or a file's.
 
-    What takes long goes first: at the end there should be small files left to even out the workers.
+    Here, since xdist reads the groups before a conftest's `pytest_collection_modifyitems`.
     """
+    if pool := _pool(item):
+        item.add_marker(pytest.mark.ranks)
+    if not item.get_closest_marker("xdist_group"):
+        item.add_marker(pytest.mark.xdist_group(pool or item.path.stem))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long goes first: at the end there should be small files left to even out the workers."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    for item in items:
-        if pool := _pool(item):
-            item.add_marker(pytest.mark.ranks)
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(pool or item.path.stem))
     items.sort(key=lambda item: (not _pool(item), item.path not in slow_files))
-
-
-def pytest_collection_finish() -> None:
-    """What was imported stays: neither the garbage collector nor a search of all live objects need walk it each time.
-
-    Every framework together leaves a million objects, and a mechanized optimizer's first step may look for an engine
-    that holds it. Those are made later, by the tests.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def _pool(item: pytest.Item) -> str | None:

@@ -20,6 +20,7 @@ STEPS = 800
 LATE = STEPS // 10
 SEEDS = 2
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
     "SGD-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.1),
     "Lion": functools.partial(Lion, lr=0.1),
@@ -48,13 +49,14 @@ def noisy_regression() -> tuple[Tensor, Tensor]:
     return x, clean + 0.5 * torch.randn(512, 1, generator=generator)
 
 
-def network(run: Run) -> nn.Sequential:
+def network(run: Run) -> nn.Parameter:
+    """All of its weights in one row: a step of many small tensors takes longer."""
     torch.manual_seed(run.seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     if run.head_of_zeros:
         nn.init.zeros_(model[2].weight)
         nn.init.zeros_(model[2].bias)
-    return model
+    return nn.Parameter(nn.utils.parameters_to_vector(model.parameters()).detach())
 
 
 def final_losses(build: Callable[[Any], torch.optim.Optimizer], *runs: Run) -> list[float]:
@@ -65,23 +67,31 @@ def final_losses(build: Callable[[Any], torch.optim.Optimizer], *runs: Run) -> l
     """
     x, y = noisy_regression()
     models = [network(run) for run in runs]
-    optimizer = mechanize(build([{"params": list(model.parameters())} for model in models]), scope="group")
+    optimizer = mechanize(build([{"params": [model]} for model in models]), scope="group")
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         rows = torch.randint(512, (32,), generator=generator)
         optimizer.zero_grad()
-        for model, run in zip(models, runs, strict=True):
-            if (factor := run.factor(step)) is not None:
-                (((model(x[rows]) - y[rows]) ** 2).mean() * factor).backward()
+        factors = [run.factor(step) for run in runs]
+        trained = [model for model, factor in zip(models, factors, strict=True) if factor is not None]
+        if trained:
+            losses = mean_squares(trained, x[rows], y[rows])
+            (losses * torch.tensor([factor for factor in factors if factor is not None])).sum().backward()
         optimizer.step()
         schedule.step()
-    return [float(((model(x) - y) ** 2).mean().detach()) for model in models]
+    return mean_squares(models, x, y).tolist()
+
+
+def mean_squares(models: list[nn.Parameter], x: Tensor, y: Tensor) -> Tensor:
+    """The networks' losses, by a few operations for all of them."""
+    w1, b1, w2, b2 = torch.stack(models).split([128, 16, 16, 1], dim=1)
+    hidden = torch.tanh(torch.baddbmm(b1[:, None], x.expand(len(models), *x.shape), w1.view(-1, 16, 8).mT))
+    return ((torch.baddbmm(b2[:, None], hidden, w2[:, :, None]) - y) ** 2).mean((1, 2))
 
 
 KINDS = {
     "undisturbed": Run(),
-    "head of zeros": Run(head_of_zeros=True),
     "late": Run(lambda step: None if step < LATE else 1.0),
     "zeros": Run(lambda step: float(step >= LATE)),
 }
@@ -119,12 +129,14 @@ def test_gradients_of_zero_cost_the_steps_they_take_and_no_more(base: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("base", BASES)
 def test_a_head_that_starts_at_zero_trains(base: str) -> None:
-    """Not SGD without momentum, which ends 1.09 times as high here.
+    """SGD without momentum ended at more than twice the median with a third of the seeds: the scale rose too far.
 
-    In 1,200 steps 19 of 60 seeds end at more than twice the median, where 1 of 60 does with a head that is not zero:
-    the scale rises past what SGD can bear, and the loss is beyond saving five steps later.
+    Single seeds differ by 5% and more.
     """
-    assert ratio(losses(base)["head of zeros"], losses(base)["undisturbed"]) <= 1.05
+    runs = [Run(head_of_zeros=zeros, seed=seed) for zeros in (False, True) for seed in range(12)]
+    undisturbed, zeros = torch.tensor(final_losses(BASES[base], *runs)).view(2, -1)
+    assert ratio(zeros, undisturbed) <= 1.05
+    assert zeros.max() <= 1.3 * undisturbed.median()
 
 
 @pytest.mark.slow
