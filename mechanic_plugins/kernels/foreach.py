@@ -7,7 +7,7 @@ are no plain rows in memory; `mechanic_plugins.kernels.triton_batch` is the way 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ _CHUNK = {"cpu": 1 << 18}
 """Elements that are summed in float32 before float64 takes over. A CPU's sums are off by about 1e-7 then; GPUs add in
 trees, and have few launches to give."""
 _OTHER_CHUNK = 1 << 26
+_ROW = 1 << 26
+"""Elements of small tensors that a GPU handles together, in copies: one by one it would wait for the host."""
 _DOTS = 5
 """Inner products of a tensor's weights, gradient and delta."""
 _CACHED = 1 << 20
@@ -123,7 +125,7 @@ def local_sums(param_states: Sequence[ParamState], *, device: torch.device) -> T
 
 def _sums(param_states: Sequence[ParamState], *, device: torch.device, at_least: torch.dtype = torch.float32) -> Tensor:
     dots: list[Tensor] = []
-    for param_state in param_states:
+    for param_state in _in_rows(param_states) if _waits_for_host(param_states[0].x.device) else param_states:
         _add_dots(param_state, dots, at_least)
     return torch.stack(dots).to(device, non_blocking=True).view(-1, _DOTS).sum(0, dtype=torch.float64)
 
@@ -146,6 +148,29 @@ def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype
         dots.append(torch.dot(y, y))
         dots.append(zero if e is None else torch.dot(e, y))
         dots.append(zero if e is None else torch.dot(e, e))
+
+
+def _in_rows(param_states: Sequence[ParamState]) -> Iterator[ParamState]:
+    """The same in a few long rows, each a copy."""
+    whole = [state for state in param_states if state.grad is not None and state.delta is not None]
+    yield from (state for state in param_states if state.grad is None or state.delta is None)
+    for here in _parts([state.x.numel() for state in whole]):
+        yield _joined(whole[here])
+
+
+def _joined(param_states: Sequence[ParamState]) -> ParamState:
+    if len(param_states) == 1:
+        return param_states[0]
+    x, grad, delta = (
+        torch.cat([_real(t).reshape(-1) for t in tensors])
+        for tensors in zip(*(s[:3] for s in param_states), strict=True)
+    )
+    return ParamState(x, grad, delta, None)
+
+
+def _waits_for_host(device: torch.device) -> bool:
+    """Whether operations are queued: then many small ones take as long as the host needs to start them."""
+    return device.type != "cpu"
 
 
 def _real(t: Tensor) -> Tensor:
@@ -177,7 +202,7 @@ def _move_by_difference(
     xs, deltas = [_real(s.x) for s in param_states], [_real(_delta(s)) for s in param_states]
     olds = [_real(old) for old in olds]
     # before * u + (after - before) * delta, the new one: the whole move, small beside x, so that x is rounded once
-    if xs[0].device.type == "cpu":
+    if not _waits_for_host(xs[0].device):
         factor, scale, share = before.item(), after.item(), kept.item()
         for x, delta, old in zip(*_in_cache(xs, deltas, olds), strict=True):
             torch.add(x.sub_(old), delta, alpha=share, out=delta)  # x holds u
@@ -188,9 +213,25 @@ def _move_by_difference(
                 torch.add(old, x, alpha=scale, out=x)
         return
     before, step, kept = (t.to(xs[0].dtype) for t in (before, after - before, kept))
-    for x, delta, old in zip(xs, deltas, olds, strict=True):
-        torch.addcmul(x.sub_(old), delta, kept, out=delta)
-        x.mul_(before).addcmul_(delta, step).add_(old)
+    torch._foreach_sub_(xs, olds)  # xs hold u
+    torch._foreach_mul_(deltas, kept)
+    torch._foreach_add_(deltas, xs)
+    torch._foreach_mul_(xs, before)
+    for here in _parts([x.numel() for x in xs]):
+        torch._foreach_add_(xs[here], torch._foreach_mul(deltas[here], step))
+    torch._foreach_add_(xs, olds)
+
+
+def _parts(numels: Sequence[int]) -> Iterator[slice]:
+    """One after the other, of up to `_ROW` elements where no tensor has more."""
+    first, size = 0, 0
+    for index, numel in enumerate(numels):
+        if index > first and size + numel > _ROW:
+            yield slice(first, index)
+            first, size = index, 0
+        size += numel
+    if numels:
+        yield slice(first, len(numels))
 
 
 def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mechanic_plugins.core.tuner_state import SUMS
+
 MICRO_BATCH = 4
 
 
@@ -221,11 +223,11 @@ def train(engine: Any, opt: Any, case: Case, steps: range) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counted_reductions() -> Iterator[list[int]]:
-    """Mechanic's all-reduces: five sums and a count, in float64."""
+    """Mechanic's all-reduces: the sums and a count, in float64."""
     original, calls = dist.all_reduce, []
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.dtype == torch.float64 and tensor.numel() > 1 and tensor.numel() % 5 == 1:
+        if tensor.dtype == torch.float64 and tensor.numel() > 1 and tensor.numel() % len(SUMS) == 1:
             calls.append(tensor.numel())
         return original(tensor, *args, **kwargs)
 

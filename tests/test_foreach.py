@@ -1,0 +1,78 @@
+"""The passes by torch operations, as a GPU without Triton makes them: small tensors together, in rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.core.param_state import ParamState
+from mechanic_plugins.kernels import foreach
+
+SHAPES = [(3, 5), (), (40,), (0, 2), (7, 2, 3, 3), (11,)]
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
+    monkeypatch.setattr(foreach, "_waits_for_host", lambda device: True)
+    monkeypatch.setattr(foreach, "_ROW", row)
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    params[4].data = params[4].data.to(memory_format=torch.channels_last)
+    return params
+
+
+def trained(dtype: torch.dtype, **options: Any) -> tuple[list[Tensor], float]:
+    params = parameters(dtype)
+    optimizer = mechanize(torch.optim.AdamW(params, lr=0.1), backend="foreach", **options)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(12):
+        for index, p in enumerate(params):
+            noise = torch.randn(p.shape, generator=generator)
+            p.grad = None if (step + index) % 5 == 4 else (p.detach() - 1 + 0.1 * noise).to(dtype)
+        optimizer.step()
+    return [p.detach() for p in params], optimizer.scale.item()
+
+
+@pytest.mark.parametrize("row", [25, 10**6])
+@pytest.mark.parametrize("options", [{}, {"s_decay": 0.1, "hindsight": 1.0}, {"max_grad_norm": 0.5}], ids=str)
+def test_rows_lead_where_single_tensors_do(options: dict[str, Any], row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, scale = trained(torch.float64, **options)
+    as_on_a_gpu(monkeypatch, row)
+    weights, scale_by_rows = trained(torch.float64, **options)
+    assert scale_by_rows == pytest.approx(scale, rel=1e-12)
+    for a, b in zip(weights, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("row", [25, 10**6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_sums_by_rows(dtype: torch.dtype, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [ParamState(p.detach(), p.detach() * 2, p.detach() * 3, None) for p in parameters(dtype)]
+    states[1] = states[1]._replace(grad=None)
+    states[2] = states[2]._replace(delta=None)
+    expected = foreach.local_sums(states, device=torch.device("cpu"))
+    as_on_a_gpu(monkeypatch, row)
+    sums = foreach.local_sums(states, device=torch.device("cpu"))
+    torch.testing.assert_close(sums, expected, rtol=1e-5 if dtype == torch.bfloat16 else 1e-6, atol=0)
+
+
+def test_the_launches_do_not_grow_with_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch, 10**6)
+    counts = []
+    for number in (10, 100):
+        params = [nn.Parameter(torch.ones(4)) for _ in range(number)]
+        optimizer = mechanize(torch.optim.SGD(params, lr=0.1, foreach=True), backend="foreach")
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.ones(4)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                optimizer.step()
+        names = [event.name for event in profiler.events()]
+        counts.append(sum(name in ("aten::dot", "aten::cat", "aten::addcmul", "aten::lerp") for name in names))
+    assert counts[0] == counts[1] < 20
