@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from mechanic_plugins.core.param_state import IndexRange, ParamState, needs_reference
 from mechanic_plugins.core.tuner_state import gradient_count, sums_of
@@ -161,10 +162,8 @@ def _in_rows(param_states: Sequence[ParamState]) -> Iterator[ParamState]:
 def _joined(param_states: Sequence[ParamState]) -> ParamState:
     if len(param_states) == 1:
         return param_states[0]
-    x, grad, delta = (
-        torch.cat([_real(t).reshape(-1) for t in tensors])
-        for tensors in zip(*(s[:3] for s in param_states), strict=True)
-    )
+    columns = zip(*(state[:3] for state in param_states), strict=True)
+    x, grad, delta = (_flatten_dense_tensors([_real(t) for t in tensors]) for tensors in columns)  # type: ignore[no-untyped-call]
     return ParamState(x, grad, delta, None)
 
 

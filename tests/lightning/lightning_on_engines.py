@@ -104,7 +104,7 @@ def fit_engine(
         "weights": [w.tolist() for w in whole_weights(model)],
         "tuner": [t.tolist() for t in optimizer.tuner],
         "scale": optimizer.scale.item(),
-        "said": [message for message in messages if "Mechanic" in message],
+        "said": [message for message in messages if "Mechanic learned" in message],
         "schedules": type(fitted.lr_scheduler_configs[0].scheduler.optimizer).__name__,
         "logged": {name: value.item() for name, value in fitted.callback_metrics.items() if "mechanic" in name},
     }

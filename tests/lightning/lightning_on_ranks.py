@@ -154,7 +154,7 @@ def fit(
         "scale": optimizer.scale.item() if mechanic else None,
         "moments": int(next(iter(optimizer.state.values()))["step"]),
         "logged": {name: value.item() for name, value in fitted.callback_metrics.items() if "mechanic" in name},
-        "said": [message for message in messages if "Mechanic" in message],
+        "said": [message for message in messages if "Mechanic learned" in message],
         "warned": [str(warning.message) for warning in caught],
     }
 
