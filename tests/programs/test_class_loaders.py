@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,9 @@ def test_lightning_cli_by_name(package: str, scheduler: bool, monkeypatch: pytes
     ]
     if scheduler:
         arguments += ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=20"]
-    cli = cli_module.LightningCLI(Module, args=arguments, save_config_callback=None, seed_everything_default=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="AdamW: Mechanic's scale was still rising")  # at a constant lr
+        cli = cli_module.LightningCLI(Module, args=arguments, save_config_callback=None, seed_everything_default=0)
     opt = unwrap(cli.trainer.optimizers[0])
     assert type(opt) is optim.AdamW
     assert (opt.settings.s_decay, opt.settings.betas, opt.settings.scope) == (0.01, (0.9, 0.99), "group")
