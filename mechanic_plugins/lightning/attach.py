@@ -42,9 +42,11 @@ def tell_total_steps(trainer: Trainer, optimizers: Iterable[MechanicOptimizer]) 
 
     With manual optimization only the module knows how often an optimizer is stepped.
     """
-    steps = trainer.estimated_stepping_batches
     told = [optimizer for optimizer in optimizers if optimizer.total_steps is None]
-    if not told or not trainer.lightning_module.automatic_optimization or not 0 < steps < math.inf:
+    if not told or not trainer.lightning_module.automatic_optimization:
+        return []
+    steps = trainer.estimated_stepping_batches
+    if not 0 < steps < math.inf:  # -1 for data of unknown length
         return []
     for optimizer in told:
         optimizer.total_steps = int(steps)
