@@ -93,10 +93,10 @@ class AnyBasePlan(Plan):
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
         chunks, scales = self._chunks_for_step(), decision.scales()
-        self._clip(decision.clip)
+        inside = self._clip(decision.clip)
         for batch in self.batches:
             batch.begin_moves([part for chunk in chunks for other, part in chunk.parts if other is batch])
-        with _at_unit_lr(self.base, unit), skipping(self.base, decision):
+        with _at_unit_lr(self.base, unit), skipping(self.base, decision), _clipping(self.base, inside):
             if len(chunks) == 1:
                 result = self._apply_one(chunks[0], started, scales, closure)
             else:  # torch's own bases do nothing with a closure but to return its loss, which the caller has
@@ -107,11 +107,20 @@ class AnyBasePlan(Plan):
             batch.finish_moves()
         return result
 
-    def _clip(self, factor: Tensor | None) -> None:
-        if factor is not None:
-            known = factor.item() if factor.device.type == "cpu" else factor
-            for batch in self.batches:
-                batch.clip_gradients(known)
+    def _clip(self, factor: Tensor | None) -> float | None:
+        """Multiplies the gradients, or returns the factor where the base's kernel does so while it reads them."""
+        if factor is None:
+            return None
+        known = factor.item() if factor.device.type == "cpu" else factor
+        if isinstance(known, float) and known < 1 and self._fuses_on_cpu() and self._is_in_float32():
+            return known
+        for batch in self.batches:
+            batch.clip_gradients(known)
+        return None
+
+    def _is_in_float32(self) -> bool:
+        """The kernels' own factor is."""
+        return all(p.dtype == torch.float32 for batch in self.batches for p in batch.params)
 
     def _apply_one(self, chunk: Chunk, started: list[Any], scales: Tensor, closure: Closure | None) -> Any:
         snapshots = started.pop() if started else chunk.snapshot()  # gone when this returns: never two of them
@@ -188,6 +197,19 @@ def _fused(base: Optimizer, wanted: bool) -> Iterator[None]:
     finally:
         for group in base.param_groups:
             group["fused"] = None
+
+
+@contextmanager
+def _clipping(base: Any, factor: float | None) -> Iterator[None]:
+    """Has a fused base multiply its gradients: it divides them by a grad scaler's factor, if there is one."""
+    if factor is None:
+        yield
+        return
+    base.grad_scale = torch.tensor(1 / factor, dtype=torch.float32)
+    try:
+        yield
+    finally:
+        del base.grad_scale
 
 
 @contextmanager
