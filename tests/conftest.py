@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import build_ops
 import pytest
 from ranks import Ranks
+from warm import Warm
 
 POOLS = ("engines", "ranks")
 """The fixtures that keep processes alive, which one worker should start and not both."""
@@ -36,6 +37,14 @@ def _pool(item: pytest.Item) -> str | None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
     """`ranks(2)(function, ...)` runs the function on two ranks that live as long as the test run."""
     yield from _of_any_size(Ranks, tmp_path_factory, "ranks")
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """`mechanic-run` by a process that has imported torch."""
+    process = Warm()
+    yield process
+    process.stop()
 
 
 class DeepSpeedRanks(Ranks):

@@ -14,8 +14,8 @@ HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 RUN = ("-m", "mechanic_plugins.run")
 
+# A rank under torchrun is `python -m mechanic_plugins.run script.py` with a few variables more.
 LAUNCHERS: dict[str, list[str]] = {
-    "python": [sys.executable, *RUN],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *RUN],
     # accelerate starts several processes on a CPU by mpirun alone; --multi_gpu is its torchrun, wherever it runs
     "accelerate": [
@@ -30,7 +30,7 @@ LAUNCHERS: dict[str, list[str]] = {
 def test_an_unmodified_script_by_every_launcher(tmp_path: Path, launcher: str) -> None:
     argv = [str(HERE / "hf_script.py"), *command_line(tmp_path, result=tmp_path / "result")]
     results = launched([*LAUNCHERS[launcher], *argv], tmp_path)
-    assert len(results) == (1 if launcher == "python" else 2)
+    assert len(results) == 2
     assert_same(results[0], plain_loop(by_step(results)))
 
 
