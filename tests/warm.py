@@ -42,7 +42,7 @@ class Warm:
 
 def serve() -> None:
     """Returns in the children, one for each request, whose program is then up; and in the parent at the end."""
-    import torch._dynamo  # what an optimizer's first step imports
+    import torch._dynamo  # noqa: F401  what an optimizer's first step imports
 
     gc.freeze()  # a child that ends looks through all that is not
     for line in iter(sys.stdin.readline, ""):
