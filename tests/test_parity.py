@@ -21,7 +21,7 @@ from mechanic_plugins.lion import Lion as PackagesLion
 STEPS = 300  # of one base; longer than any window or memory that a rule has
 BASES = {row.name: row for row in OPTIMIZERS}
 FOLLOWED_LONG = "AdamW"
-USUAL = 120  # beyond the 72 in which the smoothing's window grows, and what is a base's or a rule's own comes up before
+USUAL = 90  # beyond the 72 in which the smoothing's window grows, and what is a base's or a rule's own comes up before
 SHORT = 60  # where only an option or a variant differs from what these have covered
 
 # Seen: 2e-14 at most (median 2e-15), over 300 steps in which each side computes its gradients at its own weights; ten
