@@ -11,6 +11,9 @@ from warm import Warm
 POOLS = ("engines", "ranks")
 """The fixtures that keep processes alive, which one worker should start and not both."""
 
+LONGEST = ("test_probe", "test_robust_start", "test_parity", "test_interpreted", "test_run_launchers")
+"""Files of half a minute and more that need none of them, the longest first."""
+
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks what runs on ranks, and says what the workers of `make test` share out: a pool's tests, or a file's.
@@ -26,7 +29,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long goes first: at the end there should be small files left to even out the workers."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (not _pool(item), item.path not in slow_files))
+    items.sort(key=lambda item: (not _pool(item), _place(item), item.path not in slow_files))
+
+
+def _place(item: pytest.Item) -> int:
+    return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
 
 
 def _pool(item: pytest.Item) -> str | None:
