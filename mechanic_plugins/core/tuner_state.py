@@ -128,8 +128,10 @@ def initial_state(settings: Settings, *, tuners: int, device: torch.device) -> T
     return TunerState(**zeros)
 
 
-def column(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
+def column(numbers: Sequence[float | Tensor] | Tensor, device: torch.device) -> Tensor:
     """One number for each tuner, of shape (tuners, 1), without waiting for the device or copying to it."""
+    if isinstance(numbers, Tensor):
+        return numbers.view(-1, 1)
     cells = (
         number.to(device, torch.float64).reshape(())
         if isinstance(number, Tensor)

@@ -56,8 +56,8 @@ class Addresses:
         self._bits = _ored(self._rows)
         self._here: tuple[list[int], list[int]] = ([], [])
         """Those of weights and gradients, as the table has them."""
-        self._is_as_before: Callable[..., bool] | None = None
-        """Of weights and gradients, when every weight has one."""
+        self._are_as_before: Callable[..., bool] | None = None
+        """Asked of the gradients, when every weight has one."""
         self._moves = 0
         self.version = (0, 0)
         """Changes whenever somebody writes into the weights, or puts others in their place."""
@@ -68,25 +68,28 @@ class Addresses:
         """Reads them; False where a weight or a gradient is not like it was.
 
         The host does this before every step, for every tensor: whole lists at a time, with as little python as can be.
+        Weights that are where they were are as they were, if their gradients are: autograd gives these the shape, dtype
+        and strides of the weights.
         """
-        is_as_before = self._is_as_before is not None and self._is_as_before(*xs, *grads)
-        if not (is_as_before or self._looked_closely(xs, grads)):
+        of_xs = list(map(Tensor.data_ptr, xs))
+        have_stayed = of_xs == self._here[0] and self._are_as_before is not None and self._are_as_before(*grads)
+        if not (have_stayed or self._looked_closely(xs, grads)):
             return False
-        of_xs, of_grads = list(map(Tensor.data_ptr, xs)), [0 if grad is None else grad.data_ptr() for grad in grads]
-        if (of_xs, of_grads) != self._here:
+        of_grads = [0 if grad is None else grad.data_ptr() for grad in grads]
+        if (of_xs, of_grads) != self._here or not self._table.is_up_to_date():
             self._write(of_xs, of_grads)
         self.version = self.version_of(xs)
         return True
 
     def _looked_closely(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         present = [grad for grad in grads if grad is not None]
-        if not (self._have_stayed(xs) and self._fit(present, grads, xs)):
+        if not (self._are_alike(xs) and self._fit(present, grads, xs)):
             return False
         self.gradients = len(present)
-        self._is_as_before = _comparison([*xs, *present]) if len(present) == len(xs) else None
+        self._are_as_before = _comparison(present) if len(present) == len(xs) else None
         return True
 
-    def _have_stayed(self, xs: Sequence[Tensor]) -> bool:
+    def _are_alike(self, xs: Sequence[Tensor]) -> bool:
         return (
             [x.stride() for x in xs] == self._strides
             and [x.numel() for x in xs] == self._numels

@@ -43,6 +43,8 @@ class ForeachBatch:
         self.sizes = [param_state.x.numel() * param_state.x.element_size() for param_state in param_states]
         self._device, self._dtype = param_states[0].x.device, param_states[0].x.dtype
         self._layouts = [(param_state.x.shape, param_state.x.stride()) for param_state in param_states]
+        self.gradients = 0
+        """How many there are in this step."""
 
     def refresh_pointers(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether weights and gradients are still what they were."""
@@ -52,6 +54,7 @@ class ForeachBatch:
                 return False
             if grad is not None and grad.layout != torch.strided:
                 return False
+        self.gradients = len(grads) - sum(grad is None for grad in grads)
         return True
 
     def add_sums(

@@ -16,7 +16,7 @@ from mechanic_plugins.core.tuner import Outcome
 from mechanic_plugins.core.tuner_state import CLIP_EPS, SCALARS, SUMS, TunerState, column
 from mechanic_plugins.kernels.triton_support import is_capturing
 
-__all__ = ["constants_of", "decide"]
+__all__ = ["constants_of", "decide", "packed_copy"]
 
 _VECTORS = len(TunerState._fields) - len(SCALARS)
 _SCALES = 5
@@ -32,7 +32,7 @@ def decide(
     settings: Settings,
     betas: Tensor,
     constants: Tensor,
-    lrs: Sequence[float | Tensor],
+    lrs: Sequence[float | Tensor] | Tensor,
     hold: bool,
     max_grad_norm: float | None = None,
 ) -> tuple[Outcome, Tensor]:
@@ -47,7 +47,7 @@ def decide(
         settings: The constants, in the units of delta.
         betas: `settings.betas` on the device.
         constants: What `constants_of` says, on the device.
-        lrs: The base's learning rate in this step, for each tuner.
+        lrs: The base's learning rate in this step, for each tuner; or all of them in float64 on the device.
         hold: Leave the scale as it is.
         max_grad_norm: Take the gradients for clipped to this norm.
 
@@ -59,10 +59,8 @@ def decide(
     tuners, n = state.s.shape
     width = _width(n)
     old = _packed(state)
-    lr = lrs[0] if tuners == 1 else None
-    lr_column = sums if isinstance(lr, float) else column(lrs, sums.device)
     out = torch.empty(tuners * (width + _SCALES) + 2, dtype=torch.float64, device=sums.device)
-    new, scales, new_counters = torch.split(out, [tuners * width, tuners * _SCALES, 2])
+    new, new_counters, scales = torch.split(out, [tuners * width, 2, tuners * _SCALES])
     tuner_kernel[(tuners,)](
         sums,
         old,
@@ -72,11 +70,9 @@ def decide(
         counters,
         new_counters,
         scales,
-        lr_column,
-        *_halves(lr),
+        column(lrs, sums.device),
         *_halves(max_grad_norm),
         tuners,
-        LR_AS_NUMBER=isinstance(lr, float),
         FROZEN=hold,
         CLIPS=max_grad_norm is not None and max_grad_norm < torch.finfo(torch.float32).max,
         CLIP_EPS=CLIP_EPS,
@@ -91,6 +87,12 @@ def decide(
         after, new_counters = _written_over(state, counters, after, new_counters)
     clip = None if max_grad_norm is None else table[0, 4]
     return Outcome(after, new_counters, table[0, 2], table[:, 3:4], clip), table
+
+
+def packed_copy(state: TunerState, counters: Tensor) -> tuple[Tensor, TunerState, Tensor]:
+    """All that a step changes in one row of memory, where it can be written at once, and views of it."""
+    row = torch.cat([torch.cat(list(state), dim=1).flatten(), counters])
+    return row, _unpacked(row[:-2].view(len(state.s), -1)), row[-2:]
 
 
 def _written_over(
@@ -149,9 +151,9 @@ def _width(n: int) -> int:
     return _VECTORS * n + len(SCALARS)
 
 
-def _halves(number: float | Tensor | None) -> tuple[float, float]:
+def _halves(number: float | None) -> tuple[float, float]:
     """A number as two of float32, which is what a kernel takes: together they have 48 of its 53 bits."""
-    if not isinstance(number, (float, int)) or not math.isfinite(number):
+    if number is None or not math.isfinite(number):
         return 0.0, 0.0
     high = ctypes.c_float(number).value
     return high, ctypes.c_float(number - high).value

@@ -36,7 +36,11 @@ class Tiles:
 
 @dataclass
 class Table:
-    """The addresses of one list of tensors, and other small things, on the device."""
+    """The addresses of one list of tensors, and other small things, on the device.
+
+    The addresses change in place, so that recorded launches find the new ones. A graph that somebody else captures gets
+    a table of its own, with the addresses of that moment.
+    """
 
     device: torch.device
     numels: tuple[int, ...]
@@ -45,6 +49,8 @@ class Table:
     tiles: dict[int, Tiles] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
     """Host memory that a captured graph will read again at each replay."""
+    is_captured: bool = False
+    """Whether a graph of somebody else's reads `pointers`."""
     constants: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
 
     def constant(self, numbers: tuple[float, ...]) -> Tensor:
@@ -64,16 +70,27 @@ class Table:
             self.tiles[size] = Tiles(self._on_device(blocks), self._on_device(firsts), starts)
         return self.tiles[size]
 
-    def point_to(self, rows: list[int]) -> Tensor:
-        if self.pointers is None or rows != self.rows:
-            self.pointers = self._on_device(torch.tensor(rows, dtype=torch.int64))
-            self.rows = rows
-        return self.pointers
+    def is_up_to_date(self) -> bool:
+        """Whether the launches of this moment may read `pointers`, if no address has changed."""
+        return self.is_captured == is_capturing(self.device)
+
+    def point_to(self, rows: list[int]) -> None:
+        """Has `pointers` hold these rows."""
+        if rows == self.rows and self.is_up_to_date():
+            return
+        host, self.rows = torch.tensor(rows, dtype=torch.int64), rows
+        if self.pointers is None or self.is_captured or is_capturing(self.device):
+            self.pointers, self.is_captured = self._on_device(host), is_capturing(self.device)
+        else:
+            self.pointers.copy_(self._pinned(host), non_blocking=True)
 
     def _on_device(self, host: Tensor) -> Tensor:
+        return self._pinned(host).to(self.device, non_blocking=True)
+
+    def _pinned(self, host: Tensor) -> Tensor:
         if self.device.type != "cuda":
             return host
         pinned = host.pin_memory()  # torch keeps pinned memory until the copy has read it
         if is_capturing(self.device):
             self.held.append(pinned)
-        return pinned.to(self.device, non_blocking=True)
+        return pinned

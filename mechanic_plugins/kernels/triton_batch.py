@@ -60,6 +60,11 @@ class TritonBatch:
         return self.addresses.refresh(xs, grads)
 
     @property
+    def gradients(self) -> int:
+        """How many there are in this step."""
+        return self.addresses.gradients
+
+    @property
     def pointers(self) -> Tensor:
         assert self.table.pointers is not None
         return self.table.pointers
@@ -77,7 +82,7 @@ class TritonBatch:
     ) -> None:
         """Adds this list's share to a tuner's sums, and its gradients to the count at the end."""
         here = out if out.device == self.device else torch.zeros_like(out, device=self.device)
-        known = self._left == self.addresses.version and not is_capturing(self.device)
+        known = self._knows_norms()
         partial = self._partial_sums(norms=not known)
         norms = self._last_norms if known else None
         _kernels().collect_kernel[(1,)](
@@ -95,6 +100,14 @@ class TritonBatch:
         )
         if here is not out:
             out += here.to(out.device, non_blocking=True)
+
+    def launch_key(self) -> tuple[Any, ...]:
+        """What launches depend on and may differ from step to step."""
+        where = self.pointers.data_ptr(), self.addresses.are_aligned, self.addresses.gradients
+        return *where, self._knows_norms(), id(self._last_norms)
+
+    def _knows_norms(self) -> bool:
+        return self._left == self.addresses.version and not is_capturing(self.device)
 
     def _partial_sums(self, *, norms: bool) -> Tensor:
         """Five partial sums for each program; without `norms`, x is not read and the last three are left out."""

@@ -87,12 +87,12 @@ def _lion(row, at, mask, x, g, lr, wd, beta1, beta2, mtype: tl.constexpr, ALIGNE
 
 @triton.jit
 def fused_kernel(
-    table, blocks, firsts, count, scales, norms, corrections, lr, lr_factor, wd, a, b, c, LR_IS_TENSOR: tl.constexpr,
+    table, blocks, firsts, count, scales, norms, corrections, lr, wd, a, b, c,
     KIND: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
     xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr,
     LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The base's update and Mechanic's move in one pass. a, b and c are the base's own constants.
+    """The base's update and Mechanic's move in one pass. `lr` points to it; a, b and c are the base's own constants.
 
     Where the step is not made (a gradient somewhere is not finite) nothing is written but the norms.
     """
@@ -102,8 +102,7 @@ def fused_kernel(
     after = tl.load(scales + 1).to(tl.float32)
     kept = tl.load(scales + 3).to(tl.float32)
     clip = tl.load(scales + 4).to(tl.float32)
-    if LR_IS_TENSOR:
-        lr = tl.load(lr).to(tl.float32) * lr_factor
+    lr = tl.load(lr)
     xx = tl.zeros([SIZE], tl.float32)
     dx = tl.zeros([SIZE], tl.float32)
     dd = tl.zeros([SIZE], tl.float32)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +15,17 @@ from torch import Tensor
 
 from mechanic_plugins.core.param_state import ParamState
 
-__all__ = ["ALIGNED", "can_run", "fits", "is_capturing", "kind_of", "lies_like", "processors", "triton_type"]
+__all__ = [
+    "ALIGNED",
+    "can_run",
+    "fits",
+    "is_capturing",
+    "kind_of",
+    "lies_like",
+    "processors",
+    "recording",
+    "triton_type",
+]
 
 ALIGNED = 16
 """Elements, enough for reading 16 bytes at once: the tensors in a snapshot begin at multiples of it."""
@@ -34,9 +47,24 @@ def can_run(device: torch.device) -> bool:
     return has_triton() and (device.type == "cuda" or is_interpreted())
 
 
+_this_thread = threading.local()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Within, a CUDA graph is captured that `mechanic_plugins.optimizer.recording` replays and keeps up to date."""
+    _this_thread.is_recording = True
+    try:
+        yield
+    finally:
+        _this_thread.is_recording = False
+
+
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether somebody else captures a CUDA graph, whose replays we shall not see."""
+    if device.type != "cuda" or getattr(_this_thread, "is_recording", False):
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def fits(param_state: ParamState) -> bool:

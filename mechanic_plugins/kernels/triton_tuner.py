@@ -8,10 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def tuner_kernel(
-    sums, old, new, betas, constants, counters, new_counters, scales, lrs, lr_high, lr_low, norm_high, norm_low, tuners,
+    sums, old, new, betas, constants, counters, new_counters, scales, lrs, norm_high, norm_low, tuners,
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
-    HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, LR_AS_NUMBER: tl.constexpr,
-    CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
+    HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
     LOSS_WEIGHT: tl.constexpr, USUAL_LOSS: tl.constexpr, RECENT: tl.constexpr, RELATIVE_EPS: tl.constexpr,
     START: tl.constexpr, WINDOW: tl.constexpr, OUTLIER: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
@@ -19,9 +18,9 @@ def tuner_kernel(
     """`rescale_to_lr` and `advance` of `mechanic_plugins.core.tuner`, a tuner a program, and whether the step is made.
 
     A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played, h, lr, gradients and longest. `lrs` has
-    the base's lr of each tuner, or the two halves are that of the only one. `counters` holds steps and skipped. With
-    CLIPS the gradients are taken for clipped to the norm that has its two halves. `scales` gets, for each tuner,
-    before, after, whether the step is made, and what delta and the gradients are multiplied by.
+    the base's lr of each tuner, `counters` steps and skipped. With CLIPS the gradients are taken for clipped to the
+    norm that has its two halves. `scales` gets, for each tuner, before, after, whether the step is made, and what delta
+    and the gradients are multiplied by.
     """
     program = tl.program_id(0)
     every = tl.arange(0, NUMBERS)
@@ -81,10 +80,7 @@ def tuner_kernel(
 
     was_s, was_m, was_v, was_init, was_played, lr = s, m, v, s_init, played, last_lr
     lr_ratio = tl.zeros_like(last_lr) + 1.0
-    if LR_AS_NUMBER:
-        now = tl.zeros_like(last_lr) + lr_high + lr_low
-    else:
-        now = tl.load(lrs + program)
+    now = tl.load(lrs + program)
     lr = tl.where(now > last_lr, now, last_lr)
     if RESTATES and not FROZEN:
         rises = (last_lr > 0) & (lr > last_lr)

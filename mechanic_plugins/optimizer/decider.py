@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,22 @@ from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases, tuner
 from mechanic_plugins.core.schedule import Schedule
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner_state import column
+from mechanic_plugins.core.tuner_state import TunerState, column
 from mechanic_plugins.kernels import gpu_tuner
 from mechanic_plugins.optimizer.units import Units
 from mechanic_plugins.passes.plan import Decision
 
-__all__ = ["Decider", "has_lr_zero"]
+__all__ = ["Decider", "Inputs", "counters_of", "has_lr_zero"]
+
+
+class Inputs(NamedTuple):
+    """What the host knows of a step before it is decided: the constants in the units of delta, and the schedule."""
+
+    settings: Settings
+    lrs: list[float | Tensor]
+    """For each tuner."""
+    hold: bool
+    """Whether the scale stays."""
 
 
 class Decider:
@@ -33,16 +43,15 @@ class Decider:
     ) -> Decision:
         """Moves `progress` on. `Decision.applied` is a tensor: nothing here synchronises with the device."""
         before, known = progress.tuner.played, (dict(progress.lr_refs), progress.unit, progress.unit_since)
-        hold = not self.units.resolve(progress) or self._holds(progress)
-        settings, lrs = self.units.constants(progress), self._lrs(progress)
-        betas, table = self._constant(settings.betas, sums.device), None
-        state, counters = progress.tuner, _counters(progress)
-        shared: dict[str, Any] = {"settings": settings, "betas": betas, "hold": hold, "max_grad_norm": max_grad_norm}
+        inputs, table = self.inputs(progress), None
+        state, counters = progress.tuner, counters_of(progress)
         if by_kernel:
-            constants = self._constant(gpu_tuner.constants_of(settings), sums.device)
-            outcome, table = gpu_tuner.decide(state, sums, counters, constants=constants, lrs=lrs, **shared)
+            outcome, table = self.launch(state, sums, counters, inputs, inputs.lrs, max_grad_norm=max_grad_norm)
         else:
-            outcome = tuner.decide(state, sums, counters, lr=column(lrs, sums.device), **shared)
+            settings, lrs, hold = inputs
+            betas, lr = self._constant(settings.betas, sums.device), column(lrs, sums.device)
+            shared: dict[str, Any] = {"hold": hold, "max_grad_norm": max_grad_norm}
+            outcome = tuner.decide(state, sums, counters, settings=settings, betas=betas, lr=lr, **shared)
         progress.tuner = outcome.state
         progress.steps, progress.skipped = outcome.counters.unbind()
         if sums.device.type == "cpu" and not outcome.applied:  # a skipped step leaves no trace
@@ -51,6 +60,34 @@ class Decider:
             return Decision(outcome.applied, table[:, 0], table[:, 1], table[:, 3], outcome.clip, table)
         after, factor = outcome.state.played[:, 0], outcome.delta_factor[:, 0]
         return Decision(outcome.applied, before[:, 0], after, factor, outcome.clip)
+
+    def inputs(self, progress: Progress) -> Inputs:
+        """Fixes the unit, if it is time for it, and looks at the learning rates."""
+        hold = not self.units.resolve(progress) or self._holds(progress)
+        return Inputs(self.units.constants(progress), self._lrs(progress), hold)
+
+    def launch(
+        self,
+        state: TunerState,
+        sums: Tensor,
+        counters: Tensor,
+        inputs: Inputs,
+        lrs: Sequence[float | Tensor] | Tensor,
+        *,
+        max_grad_norm: float | None,
+    ) -> tuple[tuner.Outcome, Tensor]:
+        """See `gpu_tuner.decide`."""
+        return gpu_tuner.decide(
+            state,
+            sums,
+            counters,
+            settings=inputs.settings,
+            betas=self._constant(inputs.settings.betas, sums.device),
+            constants=self._constant(gpu_tuner.constants_of(inputs.settings), sums.device),
+            lrs=lrs,
+            hold=inputs.hold,
+            max_grad_norm=max_grad_norm,
+        )
 
     def _holds(self, progress: Progress) -> bool:
         """Whether the scale stays: frozen, or at a learning rate of 0, which must move nothing.
@@ -64,7 +101,7 @@ class Decider:
 
     def _lrs(self, progress: Progress) -> list[float | Tensor]:
         """For each tuner where its groups' schedule stands, as a learning rate; 0 for a base that ignores one."""
-        schedules = [Schedule(progress.lr_refs) for _ in progress.tuner.s]
+        schedules = [Schedule(progress.lr_refs) for _ in range(len(progress.tuner.s))]
         if not known_bases.ignores_a_schedule(self.base):
             for group in self.base.param_groups:
                 index = progress.row_of(group) or 0
@@ -86,7 +123,7 @@ def has_lr_zero(base: Optimizer) -> bool:
     return bool(lrs) and known and all(float(lr) == 0 for lr in lrs)
 
 
-def _counters(progress: Progress) -> Tensor:
+def counters_of(progress: Progress) -> Tensor:
     """Steps and skipped side by side; the tuner leaves them so."""
     steps, skipped = progress.steps, progress.skipped
     if steps._base is not None and steps._base is skipped._base:

@@ -6,6 +6,7 @@ All that checkpoints, schedulers and frameworks touch; `mechanic_plugins.optimiz
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -89,6 +90,7 @@ class Wrapper(Delegate):
         self._units = Units(self.base, self.settings.for_run(self._total_steps))
         self._dry_state: object = None
         self._is_plain = False
+        self._known_params: list[Tensor] = []
         self._last_lrs: list[Any] | None = None
         self._last: dict[str, Tensor] = {}
         """The sums of the last step. In a dict for the same reason as `_live`."""
@@ -223,7 +225,11 @@ class Wrapper(Delegate):
                 entries[DELTA] = zeros_like(p)
 
     def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        """The same list as before, as long as they are the same."""
+        params, before = [p for group in self.param_groups for p in group["params"]], self._known_params
+        if len(params) != len(before) or not all(map(operator.is_, params, before)):
+            self._known_params = params
+        return self._known_params
 
     def state_dict(self) -> StateDict:
         """The base's state dict with Mechanic's entries in it. Waits for the device."""

@@ -76,7 +76,7 @@ class Readout(Wrapper):
         state, unit = self._progress.tuner, self._units.of_delta(self._progress)
         vectors = (state.s / unit, state.r, state.m * unit, state.v * unit**2)
         s, r, m, v = vectors if self.settings.scope == "group" else (t[0] for t in vectors)
-        return Tuner(s, r, m, v, self._progress.steps)
+        return Tuner(s, r.clone(), m, v, self._progress.steps.clone())  # a recorded step writes them over
 
     @property
     def grad_norm(self) -> Tensor:

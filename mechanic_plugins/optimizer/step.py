@@ -6,11 +6,9 @@ decision, the base's step and Mechanic's move.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import repeat
 from types import FrameType
 from typing import Any
 
@@ -37,8 +35,9 @@ from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
 from mechanic_plugins.optimizer.delegate import Group
 from mechanic_plugins.optimizer.overlaps import refuse_overlaps
 from mechanic_plugins.optimizer.readout import Readout
+from mechanic_plugins.optimizer.recording import Recorder, Recording
 from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
-from mechanic_plugins.passes.plan import Closure, Decision, Entry, complete, conform
+from mechanic_plugins.passes.plan import Closure, Decision, Entry, Plan, complete, conform
 from mechanic_plugins.passes.planner import Passes
 
 __all__ = ["MechanicOptimizer"]
@@ -49,9 +48,10 @@ class MechanicOptimizer(Readout):
 
     def _start(self) -> None:
         super()._start()
-        self._counted: tuple[tuple[int, ...], Counting] | None = None
+        self._counted: tuple[Sequence[Tensor], Counting] | None = None
         self._passes = Passes(self.base, self.backend)
         self._decider = Decider(self.base, self.settings, self._units)
+        self._recorder = Recorder(self._decider)
         self._fused = False
         self._calls = 0
         self._decision: Decision | None = None
@@ -89,24 +89,37 @@ class MechanicOptimizer(Readout):
 
     def _train(self, closure: Closure | None, loss: Any, params: Sequence[Tensor]) -> Any:
         progress = self._progress
-        plan = self._passes.plan(_ids_of_moving(params), lambda: self._entries(progress, params))
+        plan = self._passes.plan(params, lambda: self._entries(progress, params))
         self._fused = plan.is_fused
         decision, started = self._decision, []
         reduction = self._counting(params).reduction if decision is None else Identity()
         with nullcontext() if reduction.spans_ranks else _tuner_restored_on_error(progress):
             if decision is None:
-                sums = plan.sums(tuners=len(progress.tuner.s), device=progress.tuner.s.device)
+                recording = self._recorder.find(plan, progress, max_grad_norm=self.max_grad_norm)
+                sums = self._sums(plan, progress) if recording is None else recording.sums()
                 reduced = reduction.start(sums)
                 started = plan.start(closure)
                 sums = reduced()
                 if self._was_false_start(sums, progress):
                     self._forget_start(progress)
                     return self._train(closure, loss, params)
+                if recording is not None:
+                    self._play(recording, sums, progress)
+                    plan.finish()
+                    return loss
                 decision = self._decide(sums, progress)
             if decision.applied is False:
                 return loss
             result = plan.apply(decision, unit=self._units.of_delta(progress), closure=closure, started=started)
         return result if loss is None else loss
+
+    def _play(self, recording: Recording, sums: Tensor, progress: Progress) -> None:
+        self._last["sums"] = sums
+        recording.play(sums, progress)
+        self._note_lrs()
+
+    def _sums(self, plan: Plan, progress: Progress) -> Tensor:
+        return plan.sums(tuners=len(progress.tuner.s), device=progress.tuner.s.device)
 
     def _was_false_start(self, vector: Tensor, progress: Progress) -> bool:
         """Whether the one gradient so far was an outlier beside this one. The weights have not moved yet.
@@ -191,11 +204,10 @@ class MechanicOptimizer(Readout):
         return entries
 
     def _counting(self, params: Sequence[Tensor]) -> Counting:
-        key = tuple(map(id, params))
-        if self._counted is None or self._counted[0] != key:
+        if self._counted is None or self._counted[0] is not params:
             refuse_mixed_groups(self.param_groups)
             refuse_overlaps(params)
-            self._counted = key, self._count(params)
+            self._counted = params, self._count(params)
         return self._counted[1]
 
     def _count(self, params: Sequence[Tensor]) -> Counting:
@@ -240,13 +252,6 @@ def _is_called_by(module: str) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
     return frame is not None
-
-
-def _ids_of_moving(params: Sequence[Tensor]) -> tuple[int, ...]:
-    grads = [p.grad for p in params]
-    if all(map(operator.is_not, grads, repeat(None))):
-        return tuple(map(id, params))
-    return tuple(id(p) for p, grad in zip(params, grads, strict=True) if grad is not None or p.requires_grad)
 
 
 def _evaluated(closure: Closure | None, refuse: Closure | None) -> tuple[Closure | None, Any]:

@@ -91,11 +91,24 @@ class FusedBatch(ParamBatch):
                         "change a parameter's shape, or use backend='foreach'."
                     )
 
-    def apply(self, scales: Tensor, *, unit: float) -> None:
-        """Steps the base at lr / unit and plays the scale; where the step is not made, touches nothing."""
+    def launch_key(self) -> tuple[Any, ...]:
+        """What the launches of a step are made with, besides the learning rate and what is on the device."""
+        group = self.group
+        flags = (group.get("maximize"), group.get("nesterov"), group.get("betas"), group.get("decoupled_weight_decay"))
+        return self.tensors.launch_key(), self.tuner_index, self.weight, _constants(self.base, group), flags
+
+    def lr(self, unit: float) -> Tensor:
+        """What the base is stepped at, on the device."""
+        lr = self.group["lr"]
+        if isinstance(lr, Tensor):
+            return (lr.to(self.device, torch.float64) / unit).float()
+        return torch.full((), lr / unit, dtype=torch.float32, device=self.device)
+
+    def apply(self, scales: Tensor, lr: Tensor) -> None:
+        """Steps the base and plays the scale; where the step is not made, touches nothing."""
         from mechanic_plugins.kernels import triton_fused as kernels
 
-        rows, group, lr = self.tensors, self.group, self.group["lr"]
+        rows, group = self.tensors, self.group
         whole = IndexRange(0, len(self.params))
         rows.begin_moves([whole], programs=FUSED_PROGRAMS)
         norms, tiles = rows.targets[whole], rows.table.tiled(MOVE_BLOCK)
@@ -109,10 +122,8 @@ class FusedBatch(ParamBatch):
                 scales,
                 norms,
                 self._corrections(kernels, scales) if _has_steps(self.base) else norms,
-                lr if isinstance(lr, Tensor) else lr / unit,
-                1 / unit,
+                lr,
                 *_constants(self.base, group),
-                LR_IS_TENSOR=isinstance(lr, Tensor),
                 KIND=_kind(self.base, group),
                 MOMENTUM=bool(group.get("momentum")),
                 NESTEROV=bool(group.get("nesterov")),
@@ -142,6 +153,8 @@ class FusedPlan(Plan):
 
     is_fused = True
     batches: list[FusedBatch]  # type: ignore[assignment]
+    recording: object = None
+    """The launches as CUDA graphs: see `mechanic_plugins.optimizer.recording`."""
 
     def is_current(self) -> bool:
         return can_fuse(self.base) and super().is_current()
@@ -149,10 +162,18 @@ class FusedPlan(Plan):
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
         scales = decision.scales()
         for batch in self.batches:
-            batch.apply(scales, unit=unit)
+            batch.apply(scales, batch.lr(unit))
+        self.finish()
+
+    def finish(self) -> None:
+        """All launches of the step are made."""
         for batch in self.batches:
             batch.tensors.finish_one_move(batch.xs())
         self.base._opt_called = True  # type: ignore[attr-defined]  # for schedulers built on the base
+
+    def launch_key(self) -> tuple[Any, ...]:
+        """See `FusedBatch.launch_key`."""
+        return tuple(batch.launch_key() for batch in self.batches)
 
 
 def _moments(base: Optimizer) -> tuple[str, ...]:

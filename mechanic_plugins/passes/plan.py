@@ -255,6 +255,7 @@ class Plan:
         self._outsiders = [p for p in every if id(p) not in inside]
         """Parameters that never had a gradient: the first one they get ends the plan."""
         self._state, self._groups = base.state, list(base.param_groups)
+        self._count = len(every)
 
     def is_current(self) -> bool:
         """Whether this step can follow the plan, if its parameters are the same; reads the addresses it needs."""
@@ -264,6 +265,10 @@ class Plan:
             and all(p.grad is None for p in self._outsiders)
             and all(batch.is_current() and batch.refresh_pointers() for batch in self.batches)
         )
+
+    def has_every_gradient(self) -> bool:
+        """Whether all parameters have one in this step, as `is_current` has found it."""
+        return sum(batch.tensors.gradients for batch in self.batches) == self._count
 
     def sums(self, *, tuners: int, device: torch.device) -> Tensor:
         """The sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up."""
@@ -278,4 +283,8 @@ class Plan:
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
         """Steps the base at lr / unit and moves the weights as decided; returns what the base returned."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """All launches of the step are made, by somebody else."""
         raise NotImplementedError

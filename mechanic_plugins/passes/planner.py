@@ -50,18 +50,28 @@ class Passes:
         self.base = base
         self.backend = backend
         self._plans: OrderedDict[tuple[int, ...], Plan] = OrderedDict()
+        self._last: tuple[Sequence[Tensor], Plan | None] = ((), None)
         self._tables: OrderedDict[Hashable, Table] = OrderedDict()
 
     def uses_kernels(self, device: torch.device) -> bool:
         """Whether what is on this device is left to Triton."""
         return self.backend != "foreach" and triton_support.can_run(device)
 
-    def plan(self, key: tuple[int, ...], entries: Callable[[], Sequence[Entry]]) -> Plan:
-        """What an earlier step has set up for the parameters with these ids, where it still fits; else a new plan."""
+    def plan(self, params: Sequence[Tensor], entries: Callable[[], Sequence[Entry]]) -> Plan:
+        """What an earlier step has set up for those of the parameters that move, where it still fits; else a new plan.
+
+        Where all have a gradient, as they mostly do, the plan of the last step needs no search.
+        """
+        those, last = self._last
+        fits = params is those and last is not None and last.is_current()
+        if last is not None and fits and last.has_every_gradient():
+            return last
+        key = _ids_of_moving(params)
         plan = self._plans.get(key)
-        if plan is not None and plan.is_current():
-            return plan
-        return self._new_plan(key, entries())
+        if plan is None or not ((plan is last and fits) or plan.is_current()):
+            plan = self._new_plan(key, entries())
+        self._last = params, self._plans.get(key)
+        return plan
 
     def _new_plan(self, key: tuple[int, ...], entries: Sequence[Entry]) -> Plan:
         kinds = _in_kinds(entries, self._kind)
@@ -135,6 +145,10 @@ class Passes:
         if key not in self._tables:
             _remember(self._tables, key, Table(param_states[0].x.device, key[1]))
         return self._tables[key]
+
+
+def _ids_of_moving(params: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(id(p) for p in params if p.grad is not None or p.requires_grad)
 
 
 def _in_kinds(

@@ -71,11 +71,15 @@ class Method:
         return tuple(problem.lrs) if self.lrs is None else self.lrs
 
 
-def mechanic(*lrs: float, **options: Any) -> Method:
-    """Mechanic with these options, at these learning rates of the base."""
+def mechanic(*lrs: float, tell_steps: bool = True, **options: Any) -> Method:
+    """Mechanic with these options, at these learning rates of the base.
+
+    It is told the number of steps, as the plugins of the frameworks do.
+    """
 
     def build(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
-        return mechanize(base_optimizer(problem, member, lr), **options)
+        told = {"total_steps": problem.steps} if tell_steps else {}
+        return mechanize(base_optimizer(problem, member, lr), **told, **options)
 
     return Method(build, lrs or (1.0,))
 
@@ -121,8 +125,9 @@ METHODS: dict[str, Method] = {
     "sweep": Method(base_optimizer, None),
     "mechanic": mechanic(),
     "mechanic, other lrs": mechanic(1e-6, 1e-3, 10.0),
-    "mechanic, preset paper": mechanic(preset="paper"),
-    "mechanic, preset 0.1": mechanic(preset="0.1"),
+    "mechanic, preset paper": mechanic(tell_steps=False, preset="paper"),
+    "mechanic, preset 0.1": mechanic(tell_steps=False, preset="0.1"),
+    "mechanic but total_steps untold": mechanic(tell_steps=False),
     "mechanic but hindsight 1": mechanic(hindsight=1.0),
     "mechanic but hindsight 0.1": mechanic(hindsight=0.1),
     "mechanic but hindsight 0": mechanic(hindsight=0.0),

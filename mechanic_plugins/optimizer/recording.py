@@ -1,0 +1,148 @@
+"""A step's launches as CUDA graphs, replayed while nothing but data changes.
+
+The host then starts two graphs in a step, one before and one after the ranks add up their sums, instead of the kernels
+one by one. All that the launches read is on the device: the addresses of the tensors in a table that is kept up to
+date, the learning rates in cells of their own, the tuner in a row of memory. Whatever else they were made with is in a
+key; a step with another key is made launch by launch, as the first ones are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.checkpoints.state import Progress
+from mechanic_plugins.kernels import gpu_tuner
+from mechanic_plugins.kernels.triton_support import is_capturing, recording
+from mechanic_plugins.optimizer.decider import Decider, Inputs, counters_of
+from mechanic_plugins.passes.fused import FusedPlan
+from mechanic_plugins.passes.plan import Plan
+
+__all__ = ["Recorder", "Recording"]
+
+_ALIKE = 3
+"""Steps with one key before it is recorded: one that changes all the time is not worth it."""
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Recorder:
+    """Records the steps of one optimizer, plan by plan."""
+
+    def __init__(self, decider: Decider) -> None:
+        self._decider = decider
+        self._seen: tuple[Plan | None, Any, int] = (None, None, 0)
+        self._can_record = True
+
+    def find(self, plan: Plan, progress: Progress, *, max_grad_norm: float | None) -> Recording | None:
+        """The recording that makes this step, ready to be played; None where the launches have to be made."""
+        if not (self._can_record and isinstance(plan, FusedPlan) and _is_on_one_gpu(plan, progress)):
+            return None
+        inputs, unit = self._decider.inputs(progress), self._decider.units.of_delta(progress)
+        lrs = _numbers([*inputs.lrs, *(batch.group["lr"] for batch in plan.batches)])
+        if lrs is None:
+            return None
+        key = plan.launch_key(), inputs.settings, inputs.hold, unit, len(inputs.lrs), max_grad_norm
+        recording = plan.recording if isinstance(plan.recording, Recording) else None
+        if recording is None or recording.key != key:
+            if not self._is_usual(plan, key):
+                return None
+            recording = plan.recording = self._record(plan, key, inputs, progress, max_grad_norm)
+        if recording is not None:
+            tuners = len(inputs.lrs)
+            recording.set_lrs([*lrs[:tuners], *(lr / unit for lr in lrs[tuners:])])
+        return recording
+
+    def _is_usual(self, plan: Plan, key: Any) -> bool:
+        of, last, count = self._seen
+        self._seen = plan, key, count + 1 if of is plan and last == key else 1
+        return self._seen[2] > _ALIKE
+
+    def _record(self, plan: FusedPlan, key: Any, *made_with: Any) -> Recording | None:
+        try:
+            return Recording(plan, key, self._decider, *made_with)
+        except RuntimeError as error:
+            _log.info("steps are not recorded as CUDA graphs: %s", error)
+            self._can_record = False
+            return None
+
+
+class Recording:
+    """The launches of a step that follows a plan, as long as the key is the same."""
+
+    def __init__(
+        self,
+        plan: FusedPlan,
+        key: Any,
+        decider: Decider,
+        inputs: Inputs,
+        progress: Progress,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.key = key
+        device, tuners = progress.tuner.s.device, len(inputs.lrs)
+        self._row, self._tuner, self._counters = gpu_tuner.packed_copy(progress.tuner, counters_of(progress))
+        self._steps, self._skipped = self._counters.unbind()
+        self._lrs = torch.zeros(tuners, dtype=torch.float64, device=device)
+        rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in plan.batches]
+        self._cells = [*self._lrs.unbind(), *rates]
+        self._written: Sequence[float] = [0.0] * len(self._cells)
+        self._before, self._sums = _captured(lambda: plan.sums(tuners=tuners, device=device))
+        self._after, _ = _captured(lambda: self._launch(plan, decider, inputs, max_grad_norm))
+
+    def _launch(self, plan: FusedPlan, decider: Decider, inputs: Inputs, max_grad_norm: float | None) -> None:
+        outcome, table = decider.launch(
+            self._tuner, self._sums, self._counters, inputs, self._lrs, max_grad_norm=max_grad_norm
+        )
+        for batch, lr in zip(plan.batches, self._cells[len(self._lrs) :], strict=True):
+            batch.apply(table, lr)
+        self._row.copy_(outcome.state.s.as_strided(self._row.shape, (1,)))  # the counters lie behind the tuners
+
+    def set_lrs(self, lrs: Sequence[float]) -> None:
+        """Those of the tuners, and those that the batches are stepped at."""
+        for cell, old, new in zip(self._cells, self._written, lrs, strict=True):
+            if old != new:
+                cell.fill_(new)
+        self._written = lrs
+
+    def sums(self) -> Tensor:
+        """The step's sums on this rank, good until the next step."""
+        self._before.replay()
+        return self._sums
+
+    def play(self, sums: Tensor, progress: Progress) -> None:
+        """Decides and moves. The plan is to be told that this step is finished."""
+        if sums is not self._sums:
+            self._sums.copy_(sums)
+        if progress.tuner is not self._tuner or progress.steps is not self._steps:
+            self._row.copy_(gpu_tuner.packed_copy(progress.tuner, counters_of(progress))[0])
+        self._after.replay()
+        progress.tuner, progress.steps, progress.skipped = self._tuner, self._steps, self._skipped
+
+
+def _is_on_one_gpu(plan: FusedPlan, progress: Progress) -> bool:
+    device = progress.tuner.s.device
+    if device.type != "cuda" or is_capturing(device):
+        return False
+    return all(batch.device == device for batch in plan.batches)
+
+
+def _numbers(lrs: Sequence[float | Tensor]) -> list[float] | None:
+    """None where one is a tensor: the schedule's, who may put another in its place."""
+    return None if any(isinstance(lr, Tensor) for lr in lrs) else [float(lr) for lr in lrs]
+
+
+def _captured(launch: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Nothing runs while it is captured, so there is nothing to wait for."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with recording(), torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = launch()
+        finally:
+            graph.capture_end()
+    return graph, result
