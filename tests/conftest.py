@@ -11,7 +11,7 @@ from warm import Warm
 POOLS = ("engines", "ranks")
 """The fixtures that keep processes alive, which one worker should start and not both."""
 
-LONGEST = ("test_probe", "test_robust_start", "test_parity", "test_interpreted", "test_run_launchers")
+LONGEST = ("test_probe", "test_robust_start", "test_parity", "test_interpreted")
 """Files of half a minute and more that need none of them, the longest first."""
 
 
