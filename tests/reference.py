@@ -187,11 +187,10 @@ class Part:
         if not self.is_optimistic:
             self.tuner.s_init = self.tuner.s_init or measured
             return
-        measured = measured * max(self.gradients, 2)  # of one update: Delta holds that many
-        if self.tuner.s_init > 0:
-            self.tuner.s_init = min(self.tuner.s_init, measured)
+        if self.tuner.s_init > 0:  # of one update: Delta holds all but the first two
+            self.tuner.s_init = min(self.tuner.s_init, measured * max(self.gradients - 2, 1))
         elif self.gradients >= 2 and gg > 0:
-            self.tuner.s_init = measured / growth
+            self.tuner.s_init = measured * self.gradients / growth
 
     def meet_lr(self, lr: float) -> float:
         """What the sum of updates is to be multiplied by, as though they had all been made at a new highest lr.
@@ -213,7 +212,13 @@ class Part:
         return growth
 
     def kept_of_Delta(self, before: float, after: float) -> float:
-        """With it the weights go only the share `hindsight` of the way from before * Delta to after * Delta."""
+        """With it the weights go only the share `hindsight` of the way from before * Delta to after * Delta.
+
+        The optimistic rule begins with the update of the step in which it first plays: those before were all made at
+        the same weights, and together would be one step that is several times as long.
+        """
+        if before == 0 < after and self.is_optimistic:
+            return 0.0
         if before == 0 or after == 0:
             return 1.0
         return (before + self.hindsight * (after - before)) / after

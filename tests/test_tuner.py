@@ -148,9 +148,9 @@ def test_the_optimistic_rule_waits_for_a_second_gradient_and_for_longer_updates(
     states = play(Settings(), [sums(row) for row in STEPS])
     assert [state.played.item() > 0 for state in states] == [False, False, True, True, True]
     assert states[2].s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 1.0)  # two updates, of length 2 together
-    longer = [*STEPS[:3], (1.0, 2.0, 9.0, 1.5, 36.0)]  # three, of length 6: four thirds of the mean before
+    longer = [*STEPS[:3], (1.0, 2.0, 9.0, 1.5, 36.0)]  # without those two one is left, of length 6
     lowered = play(Settings(), [sums(row) for row in longer])[-1]
-    assert lowered.s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 2.0)
+    assert lowered.s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 6.0)
 
 
 def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> None:
@@ -263,18 +263,22 @@ def test_smoothing_does_not_reward_what_was_not_played() -> None:
 
 @pytest.mark.parametrize("hindsight", [0.0, 0.3, 1.0])
 def test_hindsight_is_the_share_of_the_way_that_the_weights_go_along_delta(hindsight: float) -> None:
-    states = play(Settings(s_init=1e-3, smoothing=0.0, hindsight=hindsight), [sums(row) for row in STEPS])
+    settings = Settings(s_init=1e-3, smoothing=0.0, hindsight=hindsight)
+    states = play(settings, [sums(row) for row in STEPS])
     assert any(a.played.item() > b.played.item() > 0 for a, b in itertools.pairwise(states))
     for before, after in itertools.pairwise(states[1:]):
-        moved = after.played * delta_factor(before, after, hindsight=hindsight)  # x - x_ref, in units of the old delta
+        moved = after.played * delta_factor(before, after, settings)  # x - x_ref, in units of the old delta
         share = hindsight * after.played + (1 - hindsight) * before.played
         assert moved.item() == pytest.approx(share.item(), rel=1e-14)
 
 
-def test_the_first_scale_is_for_all_that_delta_holds() -> None:
-    states = play(Settings(s_init=1e-3, hindsight=0.0), [sums(row) for row in STEPS[:2]])
+@pytest.mark.parametrize(("preset", "kept"), [(None, 0), ("0.1", 1), ("paper", 1)])
+def test_the_optimistic_rule_drops_what_it_gathered_before_its_first_scale(preset: str | None, kept: int) -> None:
+    """Published rules play all that delta holds."""
+    settings = Settings.from_preset(preset, s_init=1e-3)
+    states = play(settings, [sums(row) for row in STEPS[:2]])
     assert states[0].played.item() == 0 < states[1].played.item()
-    assert delta_factor(states[0], states[1], hindsight=0.0).item() == 1
+    assert delta_factor(states[0], states[1], settings).item() == kept
 
 
 def test_restated_for_a_higher_lr_nothing_moves_and_everything_follows() -> None:

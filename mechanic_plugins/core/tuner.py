@@ -21,7 +21,8 @@ That is `rule="paper"`. The default, `rule="optimistic"`, differs in these ways,
   bettor with a short memory would raise its bet without limit. So nothing depends on the scale of the loss either.
 - h is the slope of all that the base minimises: of the loss and, where weight decay is added to the gradient, of the
   penalty (`Sums.dp`).
-- The first bet is placed after `START` gradients, not one, and is measured again as long as the updates grow.
+- The first bet is placed after `START` gradients, not one, and is measured again as long as the updates grow. What was
+  gathered before it is dropped.
 - A gradient `OUTLIER` times as long as any before it is skipped, like one that is not finite: `gradient_limit`.
 
 Three options go beyond the paper with any rule: `smoothing` plays a log-average of S, with a `hindsight` below 1 the
@@ -139,10 +140,10 @@ def _tuned(
     if not settings.own_warmup:
         state = noted(state, lr)
         new = advance(state, sums, settings=settings, betas=betas, lr=lr)
-        return new, delta_factor(state, new, hindsight=settings.hindsight)
+        return new, delta_factor(state, new, settings)
     state, sums, lr_ratio = rescale_to_lr(state, sums, lr)
     new = advance(state, sums, settings=settings, betas=betas, lr=lr)
-    return new, delta_factor(state, new, hindsight=settings.hindsight) / lr_ratio
+    return new, delta_factor(state, new, settings) / lr_ratio
 
 
 def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor, lr: Tensor) -> TunerState:
@@ -213,16 +214,21 @@ def noted(state: TunerState, lr: Tensor) -> TunerState:
     return state._replace(lr=torch.where(lr > state.lr, lr, state.lr))
 
 
-def delta_factor(before: TunerState, after: TunerState, *, hindsight: float) -> Tensor:
+def delta_factor(before: TunerState, after: TunerState, settings: Settings) -> Tensor:
     """What delta is multiplied by as the scale changes, so that x = x_ref + scale * delta holds; of shape (tuners, 1).
 
     The updates that made the weights were played at the scales of their time. With a hindsight of 1, as published, all
     of them are played again at the new scale, and delta stays; with 0 the weights stay, and delta takes up the change.
+
+    The updates before the first bet were all made at the same weights. Played at once they would be one step, several
+    times as long: the optimistic rule drops them.
     """
-    if hindsight == 1:
-        return torch.ones_like(after.played)
-    was_played = (before.played > 0) & (after.played > 0)
-    return torch.where(was_played, hindsight + (1 - hindsight) * before.played / after.played, 1.0)
+    hindsight, is_first = settings.hindsight, (before.played == 0) & (after.played > 0)
+    factor = torch.ones_like(after.played)
+    if hindsight != 1:
+        was_played = (before.played > 0) & (after.played > 0)
+        factor = torch.where(was_played, hindsight + (1 - hindsight) * before.played / after.played, factor)
+    return torch.where(is_first, 0.0, factor) if settings.rule == "optimistic" else factor
 
 
 def _hypergradient(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
@@ -242,12 +248,13 @@ def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
     measured = settings.first_move * (1 + sums.xx.sqrt()) / sums.dd.sqrt()
     if settings.rule != "optimistic":
         return torch.where(state.s_init > 0, state.s_init, torch.where(sums.dd > 0, measured, 0.0))
-    measured = measured * state.gradients.clamp(min=START)  # of one update: delta holds that many
-    first = measured / (sums.gg.sqrt() / state.longest).clamp(min=1.0)
+    # of one update: delta holds as many as there were gradients, and the first few no more after the first bet
+    first = measured * state.gradients / (sums.gg.sqrt() / state.longest).clamp(min=1.0)
+    later = measured * (state.gradients - START).clamp(min=1)
     may_start = (state.gradients >= START) & (sums.dd > 0) & (sums.gg > 0)
     return torch.where(
         state.s_init > 0,
-        torch.where(sums.dd > 0, torch.minimum(state.s_init, measured), state.s_init),
+        torch.where(sums.dd > 0, torch.minimum(state.s_init, later), state.s_init),
         torch.where(may_start, first, 0.0),
     )
 

@@ -194,7 +194,8 @@ def move(
                 param_state, old, param_state.x, before=before.float(), after=after.float(), kept=kept.float()
             )
     else:
-        _move_by_difference(param_states, olds, before=before / kept, after=after, kept=kept)
+        for_new_delta = before / torch.where(kept > 0, kept, 1.0)  # where nothing is kept, nothing was played
+        _move_by_difference(param_states, olds, before=for_new_delta, after=after, kept=kept)
 
 
 def _move_by_difference(

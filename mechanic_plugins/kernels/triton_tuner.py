@@ -101,10 +101,10 @@ def tuner_kernel(
     if AUTO:
         measured = tl.load(constants + 2) * (1.0 + tl.sqrt(xx)) / tl.sqrt(tl.where(dd > 0, dd, 1.0))
         if RULE == 4:
-            measured = measured * tl.maximum(count, START)
             growth = tl.where(longest > 0, norm / tl.where(longest > 0, longest, 1.0), float("inf"))
-            first = tl.where((count >= START) & (dd > 0) & (gg > 0), measured / tl.maximum(growth, 1.0), 0.0)
-            lowered = tl.where(dd > 0, tl.minimum(s_init, measured), s_init)
+            first = measured * count / tl.maximum(growth, 1.0)
+            first = tl.where((count >= START) & (dd > 0) & (gg > 0), first, 0.0)
+            lowered = tl.where(dd > 0, tl.minimum(s_init, measured * tl.maximum(count - START, 1.0)), s_init)
             new_init = tl.where(s_init > 0, lowered, first)
         else:
             new_init = tl.where(s_init > 0, s_init, tl.where(dd > 0, measured, 0.0))
@@ -199,6 +199,8 @@ def tuner_kernel(
         share = tl.load(constants + 5)
         rescaled = share + (1.0 - share) * played / tl.where(after > 0, after, 1.0)
         kept = tl.where(keep & (played > 0) & (after > 0), rescaled, 1.0)
+    if RULE == 4:
+        kept = tl.where(keep & (played == 0) & (after > 0), 0.0, kept)
     if RESTATES:
         kept = tl.where(keep, kept / lr_ratio, 1.0)
     tl.store(scales + 0, was_played)
