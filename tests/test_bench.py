@@ -3,6 +3,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -155,3 +157,11 @@ def test_the_model_of_the_all_reduce_grows_with_the_logarithm_of_the_nodes() -> 
 def test_the_table_of_ranks_needs_no_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--ranks"]) == 0
     assert "| 10,000 |" in capsys.readouterr().out
+
+
+def test_the_memory_benchmark_counts_what_is_kept() -> None:
+    script = Path(__file__).parent.parent / "examples" / "benchmarks" / "memory.py"
+    printed = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True).stdout
+    found = dict(re.findall(r"^(.*?)  +([\d.]+)$", printed, re.MULTILINE))
+    names = ("AdamW", "Mechanic around AdamW", "the same after freeze(release=True)")
+    assert [float(found[name]) for name in names] == [8.0, 12.0, 8.0]

@@ -21,10 +21,12 @@ from mechanic_plugins.core.param_state import PREFIX
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import SCALARS, TunerState
 
-__all__ = ["FORMAT", "HEADER", "Header", "Record", "fields", "holds_tuner", "parse", "parse_header"]
+__all__ = ["FORMAT", "HEADER", "RELEASED", "Header", "Record", "fields", "holds_tuner", "parse", "parse_header"]
 
 FORMAT = 2
 HEADER = PREFIX + "tuners"
+RELEASED = "released"
+"""What `mechanic_frozen` says where there is no delta any more."""
 
 SINCE: dict[str, int] = dict.fromkeys(("s", "r", "m", "v", "q", "w0", "s_init", "played", "h", "lr"), 1) | {
     "gradients": 2,
@@ -59,7 +61,7 @@ class Record(NamedTuple):
     steps: int
     skipped: int
     unit: float
-    frozen: bool
+    frozen: bool | str
 
 
 def fields(settings: Settings) -> tuple[str, ...]:
@@ -152,8 +154,8 @@ class _Reader:
         steps, skipped = self._count("steps"), self._count("skipped")
         unit = self._finite("unit", self._value("unit", self.group), at_least=0.0)
         frozen = self._value("frozen", self.group)
-        if not isinstance(frozen, bool):
-            raise self._damaged("frozen", frozen, "True or False")
+        if not isinstance(frozen, bool) and frozen != RELEASED:
+            raise self._damaged("frozen", frozen, f"True, False or {RELEASED!r}")
         return Record(self.header, numbers, steps, skipped, unit, frozen)
 
     def _check_kind(self) -> None:

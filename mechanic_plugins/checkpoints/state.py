@@ -19,6 +19,7 @@ from torch import Tensor
 from mechanic_plugins.checkpoints.format import (
     FORMAT,
     HEADER,
+    RELEASED,
     Header,
     Record,
     fields,
@@ -32,7 +33,7 @@ from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import SCALARS, TunerState, initial_state
 from mechanic_plugins.distributed.sharding import local
 
-__all__ = ["Progress", "check", "check_tuner", "merge", "read", "split", "strip", "write"]
+__all__ = ["Progress", "check", "check_tuner", "is_released", "merge", "read", "split", "strip", "write"]
 
 StateDict = dict[str, Any]
 
@@ -49,6 +50,8 @@ class Progress:
     unit_since: Tensor | None = field(default=None, repr=False)
     """The step count when the unit was set; None after a step with that unit."""
     frozen: bool = False
+    released: bool = False
+    """Frozen for good: nothing of a parameter's shape is kept."""
     lr_refs: dict[int, float] = field(default_factory=dict)
     """Each param group's first learning rate above 0, by index: the reference of its schedule."""
     seen: tuple[object, ...] = field(default=(), repr=False)
@@ -89,7 +92,8 @@ def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settin
             home = group if has_own_key(name) else later
             home[PREFIX + name] = values if name not in SCALARS else values[0]
         group[PREFIX + "steps"], group[PREFIX + "skipped"] = int(next(numbers)), int(next(numbers))
-        group[PREFIX + "unit"], group[PREFIX + "frozen"] = progress.unit, progress.frozen
+        group[PREFIX + "unit"] = progress.unit
+        group[PREFIX + "frozen"] = RELEASED if progress.released else progress.frozen
         group[HEADER] = about._replace(later=later, lr_ref=progress.lr_refs.get(index)).dump()
     progress.seen = tuple(group[PREFIX + "s"] for group in groups)
 
@@ -105,7 +109,7 @@ def read(
     first = records[0]
     progress.tuner = _tuner(records[:tuners], progress.tuner)
     progress.steps, progress.skipped = progress.steps + first.steps, progress.skipped + first.skipped
-    progress.unit, progress.frozen = first.unit, first.frozen
+    progress.unit, progress.frozen, progress.released = first.unit, bool(first.frozen), first.frozen == RELEASED
     if "gradients" not in first.numbers:  # format 1: the steps are the best estimate
         progress.tuner = progress.tuner._replace(gradients=torch.full_like(progress.tuner.gradients, first.steps))
     progress.lr_refs = {index: ref for index, record in enumerate(records) if (ref := record.header.lr_ref)}
@@ -185,12 +189,17 @@ def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Set
                 f"the checkpoint's {DELTA} has shape {tuple(delta.shape)} where the parameter has "
                 f"{tuple(params[i].shape)}: it was saved from another model, or with the parameters in another order."
             )
-    if steps and entries and not deltas:
+    if steps and entries and not deltas and not is_released(saved):
         raise ValueError(
             f"the checkpoint has Mechanic's tuner but no {DELTA}: without the sum of the base's updates the learned "
             f"scale is meaningless. Remove the keys that start with {PREFIX!r} from its param groups to start from "
             "scratch."
         )
+
+
+def is_released(groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether these param groups come from an optimizer that has given its delta back."""
+    return all(group.get(PREFIX + "frozen") == RELEASED for group in groups)
 
 
 def check_tuner(saved: Sequence[dict[str, Any]], settings: Settings) -> int:

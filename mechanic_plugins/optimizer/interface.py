@@ -219,7 +219,7 @@ class Wrapper(Delegate):
 
     def _create_eager_state(self) -> None:
         """Bases that fill their state when built get no dry run: a load would find no place for delta."""
-        state: dict[Any, Any] = self.state
+        state: dict[Any, Any] = {} if checkpoint.is_released(self.param_groups) else self.state
         for p, entries in state.items():  # some bases keep what is no parameter's there: counters, settings
             if isinstance(p, Tensor) and isinstance(entries, dict) and entries and DELTA not in entries:
                 entries[DELTA] = zeros_like(p)

@@ -110,11 +110,3 @@ class Readout(Wrapper):
         text = self._skips.warning(self.param_groups, steps=steps, skipped=skipped)
         if text is not None:
             warnings.warn(text, stacklevel=3)
-
-    def freeze(self) -> None:
-        """Holds the scale where it is; training goes on with it."""
-        self._progress.frozen = True
-
-    def unfreeze(self) -> None:
-        """Tunes again, from where the tuner was."""
-        self._progress.frozen = False

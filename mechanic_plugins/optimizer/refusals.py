@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, REF
 from mechanic_plugins.distributed.sharding import is_dtensor
 
-__all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_sparse"]
+__all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_release", "refuse_sparse"]
 
 
 def refuse_sparse(p: Tensor) -> None:
@@ -32,6 +34,20 @@ def refuse_foreign(p: Tensor, state: Mapping[str, Any]) -> None:
                 f"{tuple(p.shape)}: it belongs to another parameter. Build a new optimizer when you change a "
                 "parameter's shape."
             )
+
+
+def refuse_release(base: Optimizer, *, by_engine: bool) -> None:
+    """For bases that cannot be stepped at scale * lr in Mechanic's place."""
+    if by_engine:
+        raise ValueError(
+            "freeze(release=True) cannot give delta back under DeepSpeed: the engine holds views of the optimizer's "
+            "state. Use freeze(), or save a checkpoint and go on without Mechanic at the learned lr."
+        )
+    if not known_bases.is_linear_in_lr(base):
+        raise ValueError(
+            f"freeze(release=True) steps the base at scale * lr, and updates of {type(base).__name__} are not known to "
+            "be proportional to its lr: use freeze(). If they are, say so by a class attribute, linear_in_lr = True."
+        )
 
 
 def refuse_mixed_groups(groups: Sequence[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ decision, the base's step and Mechanic's move.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, REF, ParamState
@@ -33,8 +34,8 @@ from mechanic_plugins.distributed.sharding import (
 from mechanic_plugins.kernels.triton_support import is_capturing
 from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
 from mechanic_plugins.optimizer.delegate import Group
+from mechanic_plugins.optimizer.freezing import Freezing
 from mechanic_plugins.optimizer.overlaps import refuse_overlaps
-from mechanic_plugins.optimizer.readout import Readout
 from mechanic_plugins.optimizer.recording import Recorder, Recording
 from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
 from mechanic_plugins.passes.plan import Closure, Decision, Entry, Plan, complete, conform
@@ -43,20 +44,17 @@ from mechanic_plugins.passes.planner import Passes
 __all__ = ["MechanicOptimizer"]
 
 
-class MechanicOptimizer(Readout):
+class MechanicOptimizer(Freezing):
     """What `mechanize` returns: build it there."""
 
     def _start(self) -> None:
         super()._start()
         self._counted: tuple[Sequence[Tensor], Counting] | None = None
-        self._passes = Passes(self.base, self.backend)
         self._decider = Decider(self.base, self.settings, self._units)
         self._recorder = Recorder(self._decider)
         self._fused = False
         self._calls = 0
         self._decision: Decision | None = None
-        self.count: Callable[[Sequence[Tensor]], Counting] | None = None
-        """How an engine that has cut the parameters up adds its batches up."""
 
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
     @torch.no_grad()
@@ -87,9 +85,14 @@ class MechanicOptimizer(Readout):
             "clipped: leave max_grad_norm out and call torch.nn.utils.clip_grad_norm_ in the closure."
         )
 
+    def _plan(self, progress: Progress, params: Sequence[Tensor]) -> Plan:
+        if progress.released:
+            return self._released_plan(progress, params, self._counting(params))
+        return self._passes.plan(params, lambda: self._entries(progress, params))
+
     def _train(self, closure: Closure | None, loss: Any, params: Sequence[Tensor]) -> Any:
         progress = self._progress
-        plan = self._passes.plan(params, lambda: self._entries(progress, params))
+        plan = self._plan(progress, params)
         self._fused = plan.is_fused
         decision, started = self._decision, []
         reduction = self._counting(params).reduction if decision is None else Identity()
@@ -236,7 +239,7 @@ class MechanicOptimizer(Readout):
     def _make_dry_run(self) -> None:
         self.base.step()
         for p in self._params():
-            if p.grad is not None:
+            if p.grad is not None and not checkpoint.is_released(self.param_groups):
                 complete(self.base, p, local(p))
         self._dry_state = self.state
 

@@ -20,7 +20,7 @@ from mechanic_plugins.core.param_state import IndexRange
 from mechanic_plugins.passes.plan import Closure, Decision, Entry, ParamBatch, Plan
 from mechanic_plugins.passes.twins import in_the_place_of, synchronized
 
-__all__ = ["AnyBasePlan"]
+__all__ = ["AnyBasePlan", "skipping"]
 
 SNAPSHOT_BYTES = 256 * 2**20
 """The most that a snapshot holds at once, if no single parameter is larger."""
@@ -96,7 +96,7 @@ class AnyBasePlan(Plan):
         self._clip(decision.clip)
         for batch in self.batches:
             batch.begin_moves([part for chunk in chunks for other, part in chunk.parts if other is batch])
-        with _at_unit_lr(self.base, unit), _skipping(self.base, decision):
+        with _at_unit_lr(self.base, unit), skipping(self.base, decision):
             if len(chunks) == 1:
                 result = self._apply_one(chunks[0], started, scales, closure)
             else:  # torch's own bases do nothing with a closure but to return its loss, which the caller has
@@ -191,7 +191,7 @@ def _fused(base: Optimizer, wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _skipping(base: Any, decision: Decision) -> Iterator[None]:
+def skipping(base: Any, decision: Decision) -> Iterator[None]:
     """Tells a fused base, on the device, whether to leave this step out."""
     if isinstance(decision.applied, bool):
         yield
