@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator
 import build_ops
 import pytest
 from ranks import Ranks
+from warm import Warm
 
 POOLS = ("engines", "ranks")
 """The fixtures that keep processes alive, which one worker should start and not both."""
+
+LONGEST = ("test_probe", "test_robust_start", "test_parity", "test_interpreted")
+"""Files of half a minute and more that need none of them, the longest first."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -25,7 +29,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long goes first: at the end there should be small files left to even out the workers."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (not _pool(item), item.path not in slow_files))
+    items.sort(key=lambda item: (not _pool(item), _place(item), item.path not in slow_files))
+
+
+def _place(item: pytest.Item) -> int:
+    return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
 
 
 def _pool(item: pytest.Item) -> str | None:
@@ -36,6 +44,14 @@ def _pool(item: pytest.Item) -> str | None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
     """`ranks(2)(function, ...)` runs the function on two ranks that live as long as the test run."""
     yield from _of_any_size(Ranks, tmp_path_factory, "ranks")
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """`mechanic-run` by a process that has imported torch."""
+    process = Warm()
+    yield process
+    process.stop()
 
 
 class DeepSpeedRanks(Ranks):

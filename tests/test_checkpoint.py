@@ -19,7 +19,7 @@ from mechanic_plugins import MechanicOptimizer, mechanize
 ROWS = {row.name: row for row in OPTIMIZERS}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# base, dtype, options of mechanize: what is saved after 15 steps and goes on for 50 more in a new process.
+# base, dtype, options of mechanize: what is saved after 15 steps and goes on for as many more in a new process.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     f"{base}-{dtype}": (base, dtype, {})
     for base in ("SGD", "SGD-momentum", "AdamW", "Adagrad", "Adafactor")
@@ -31,7 +31,7 @@ CASES["paper"] = ("AdamW", "bfloat16", {"preset": "paper"})
 CASES["hindsight"] = ("AdamW", "bfloat16", {"hindsight": 0.0, "s_init": 1e-4})
 CASES["smoothing"] = ("AdamW", "float32", {"smoothing": 0.9, "max_scale": 0.5})
 CASES["scope-group"] = ("AdamW", "bfloat16", {"scope": "group", "betas": (0.9, 0.999)})
-BEFORE, AFTER = 15, 50
+BEFORE, AFTER = 15, 15
 
 
 def build(case: str) -> tuple[nn.Sequential, MechanicOptimizer]:

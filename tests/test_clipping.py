@@ -100,7 +100,7 @@ def test_every_base_sees_clipped_gradients(row: Row, variant: str) -> None:
         both = Both(row.build, model=lambda dtype: copy.deepcopy(template))
     else:
         both = Both(lambda params: row.build(params, variant))
-    both.train(40)
+    both.train(20)
     both.assert_same()
 
 

@@ -33,8 +33,8 @@ def test_it_ends_in_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.slow
 @pytest.mark.parametrize("base", demo.BASES)
 def test_mechanic_learns_and_the_base_lr_does_not_matter(base: str) -> None:
-    tiny, _ = demo.compare(base, lrs=[], base_lr=1e-6, steps=400, seed=0, quiet=True)
-    huge, _ = demo.compare(base, lrs=[], base_lr=10.0, steps=400, seed=0, quiet=True)
+    tiny, _ = demo.compare(base, lrs=[], base_lr=1e-6, steps=200, seed=0, quiet=True)
+    huge, _ = demo.compare(base, lrs=[], base_lr=10.0, steps=200, seed=0, quiet=True)
     assert tiny.final_loss < 1.2 < tiny.losses[0]
     assert tiny.test_accuracy > 0.8
     assert huge.losses == pytest.approx(tiny.losses, rel=0.05)

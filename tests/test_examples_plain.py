@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,15 +19,18 @@ pytestmark = pytest.mark.slow
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
-    return [sys.executable, str(SCRIPT), "--epochs", str(EPOCHS), "--checkpoint", str(folder / "digits.pt"), *arguments]
+    return [str(SCRIPT), "--epochs", str(EPOCHS), "--checkpoint", str(folder / "digits.pt"), *arguments]
 
 
 def run(folder: Path, *arguments: str) -> str:
-    return subprocess.run(command(folder, *arguments), check=True, capture_output=True, text=True, timeout=200).stdout
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(sys, "argv", command(folder, *arguments))
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return said.getvalue()
 
 
 def run_until_half_and_kill(folder: Path) -> None:
-    with subprocess.Popen(command(folder), stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, *command(folder)], stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         shown = b""
         while not re.search(rb" [4-9]/12 ", shown):

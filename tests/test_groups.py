@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import pickle
@@ -265,15 +266,23 @@ def test_a_text_encoder_and_a_unet() -> None:
 # -------------------------------------------------------------------- against a sweep of pairs
 
 
-def fine_tuned(build: Any, steps: int = 200) -> tuple[float, Any]:
-    """The training loss on five new digits, of a body that has learned the five others, and a new head."""
+@functools.cache
+def pretrained() -> tuple[Any, Any, Any]:
+    """The digits, a body that has learned five of them, and where the random numbers stood then."""
     datasets = pytest.importorskip("sklearn.datasets")
     x, y = (torch.tensor(part) for part in datasets.load_digits(return_X_y=True))
     x = (x / 16).float()
     torch.manual_seed(0)
     body = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU())
     optimized(body, torch.nn.Linear(64, 5), x[y < 5], y[y < 5], lambda *parts: plain_pair(*parts, 1e-3, 1e-3), 100)
-    return optimized(body, torch.nn.Linear(64, 5), x[y >= 5], y[y >= 5] - 5, build, steps)
+    return (x[y >= 5], y[y >= 5] - 5), body, torch.get_rng_state()
+
+
+def fine_tuned(build: Any, steps: int = 200) -> tuple[float, Any]:
+    """The training loss on the five other digits, of that body and a new head."""
+    digits, body, random = pretrained()
+    torch.set_rng_state(random)
+    return optimized(copy.deepcopy(body), torch.nn.Linear(64, 5), *digits, build, steps)
 
 
 def optimized(body: Any, head: Any, x: Any, y: Any, build: Any, steps: int) -> tuple[float, Any]:
@@ -300,7 +309,7 @@ def plain_pair(body: Any, head: Any, *lrs: float) -> Any:
 @pytest.mark.slow
 def test_a_scale_for_each_network_is_as_good_as_the_best_pair() -> None:
     """And the pair that was written down does not matter."""
-    grid = (1e-4, 1e-3, 1e-2, 1e-1)
+    grid = (1e-3, 1e-2, 1e-1)  # with 1e-4 for either the loss is nearly twice as high, or more
     best = min(fine_tuned(lambda body, head, a=a, b=b: plain_pair(body, head, a, b))[0] for a in grid for b in grid)
     found = []
     for lrs in ((1.0, 1.0), (1.0, 10.0), (0.1, 1e-3)):

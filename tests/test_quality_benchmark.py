@@ -7,7 +7,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,34 +138,55 @@ def test_the_base_learning_rate_does_not_matter(setup: Any) -> None:
 # ------------------------------------------------------------------------------------------------ the queue
 
 
-def started(script: str, *arguments: str | Path, fails: bool = False) -> str:
-    command = [sys.executable, FOLDER / script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert (done.returncode != 0) is fails, done.stderr[-3000:]
-    return done.stdout + done.stderr
+Here = Callable[..., str]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """A script's main in this process, and what it prints."""
+
+    def here(script: str, *arguments: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        module(script).main()
+        return capsys.readouterr().out
+
+    return here
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("quality") / "results.jsonl"
     chosen = ("--only", "convex: iris", "GPT: GPT, adamw, 1500", "--seeds", "1", "--lrs", "1e-3", "1e-2")
-    started("run.py", *chosen, "--methods", "mechanic", "sweep", "--jobs", "2", "--out", path)
+    command = [
+        sys.executable,
+        FOLDER / "run.py",
+        *chosen,
+        "--methods",
+        "mechanic",
+        "sweep",
+        "--jobs",
+        "2",
+        "--out",
+        path,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
     return path
 
 
 @pytest.mark.slow
-def test_what_is_done_is_not_done_again(results: Path) -> None:
+def test_what_is_done_is_not_done_again(results: Path, here: Here) -> None:
     before = results.read_text()
     chosen = ("--only", "convex: iris", "GPT: GPT, adamw, 1500", "--methods", "mechanic", "sweep")
-    more = started("run.py", *chosen, "--seeds", "2", "--lrs", "1e-3", "--time-limit", "0", "--out", results)
+    more = here("run", *chosen, "--seeds", "2", "--lrs", "1e-3", "--time-limit", "0", "--out", results)
     assert "6 jobs to run" in more  # of the second seed
     assert "time is up: 6 jobs are left" in more
     assert results.read_text() == before
 
 
 @pytest.mark.slow
-def test_the_page(results: Path, tmp_path: Path) -> None:
-    started("report.py", results, "--out", tmp_path)
+def test_the_page(results: Path, here: Here, tmp_path: Path) -> None:
+    here("report", results, "--out", tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "| convex | adamw | points | 1 |" in page
     assert "| GPT | adamw | ratio | 1 |" in page

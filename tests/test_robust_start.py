@@ -18,7 +18,6 @@ from mechanic_plugins.lion import Lion
 
 STEPS = 800
 LATE = STEPS // 10
-SEEDS = 2
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
     "SGD-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -31,7 +30,6 @@ Factor = Callable[[int], float | None]
 DISTURBED: dict[str, Factor] = {
     "first times 1e-12": lambda step: 1e-12 if step == 0 else 1.0,
     "first times 1e-4": lambda step: 1e-4 if step == 0 else 1.0,
-    "first times 1e4": lambda step: 1e4 if step == 0 else 1.0,
     "outlier of 1e6": lambda step: 1e6 if step == STEPS // 2 else 1.0,
 }
 
@@ -90,19 +88,30 @@ def mean_squares(models: list[nn.Parameter], x: Tensor, y: Tensor) -> Tensor:
     return ((torch.baddbmm(b2[:, None], hidden, w2[:, :, None]) - y) ** 2).mean((1, 2))
 
 
-KINDS = {
-    "undisturbed": Run(),
-    "late": Run(lambda step: None if step < LATE else 1.0),
-    "zeros": Run(lambda step: float(step >= LATE)),
-}
+def together(seeds: int) -> dict[str, list[Run]]:
+    """What skips no step. Several seeds where single ones differ by more than is asked."""
+    return {
+        "undisturbed": [Run(seed=seed) for seed in range(seeds)],
+        "head of zeros": [Run(seed=seed, head_of_zeros=True) for seed in range(seeds)],
+        "late": [Run(lambda step: None if step < LATE else 1.0, seed=seed) for seed in range(2)],
+        "zeros": [Run(lambda step: float(step >= LATE), seed=seed) for seed in range(2)],
+        "first times 1e4": [Run(lambda step: 1e4 if step == 0 else 1.0)],
+    }
 
 
 @functools.cache
 def losses(base: str) -> dict[str, Tensor]:
-    """Of several seeds: single ones differ by more than is asked."""
-    runs = [run._replace(seed=seed) for run in KINDS.values() for seed in range(SEEDS)]
-    ends = torch.tensor(final_losses(BASES[base], *runs)).view(-1, SEEDS)
-    return dict(zip(KINDS, ends, strict=True))
+    kinds = together(12 if base == "SGD" else 8)  # its ends differ most
+    ends = torch.tensor(final_losses(BASES[base], *(run for runs in kinds.values() for run in runs)))
+    return dict(zip(kinds, ends.split([len(runs) for runs in kinds.values()]), strict=True))
+
+
+# SGD and AdamW under all of them; the others, whose updates depend on the gradients' length as one of these two's do,
+# under the outlier and one of those that come first.
+PAIRS = [(base, kind) for base in ("SGD", "AdamW") for kind in DISTURBED]
+PAIRS += [("SGD-momentum", "first times 1e-4"), ("Lion", "first times 1e-12"), ("RMSprop", "first times 1e-12")]
+PAIRS += [(base, "outlier of 1e6") for base in ("SGD-momentum", "Lion", "RMSprop")]
+PAIRS += [(base, "first times 1e4") for base in BASES]
 
 
 def ratio(losses: Tensor, others: Tensor) -> float:
@@ -111,11 +120,10 @@ def ratio(losses: Tensor, others: Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a gradient was not finite, or more than 100 times as long")
-@pytest.mark.parametrize("kind", DISTURBED)
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("base", "kind"), PAIRS)
 def test_a_gradient_that_is_far_off_does_not_decide_the_run(base: str, kind: str) -> None:
     """A first one of 1e-4 ended at inf with SGD; one of 1e6 cut AdamW's learning rate a thousandfold for good."""
-    [disturbed] = final_losses(BASES[base], Run(DISTURBED[kind]))
+    [disturbed] = final_losses(BASES[base], Run(DISTURBED[kind])) if kind in DISTURBED else losses(base)[kind]
     assert disturbed <= 1.05 * losses(base)["undisturbed"][0]
 
 
@@ -129,12 +137,8 @@ def test_gradients_of_zero_cost_the_steps_they_take_and_no_more(base: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("base", BASES)
 def test_a_head_that_starts_at_zero_trains(base: str) -> None:
-    """SGD without momentum ended at more than twice the median with a third of the seeds: the scale rose too far.
-
-    Single seeds differ by 5% and more.
-    """
-    runs = [Run(head_of_zeros=zeros, seed=seed) for zeros in (False, True) for seed in range(12)]
-    undisturbed, zeros = torch.tensor(final_losses(BASES[base], *runs)).view(2, -1)
+    """SGD without momentum ended at more than twice the median with a third of the seeds: the scale rose too far."""
+    undisturbed, zeros = losses(base)["undisturbed"], losses(base)["head of zeros"]
     assert ratio(zeros, undisturbed) <= 1.05
     assert zeros.max() <= 1.3 * undisturbed.median()
 
@@ -147,13 +151,12 @@ def test_a_base_whose_first_updates_are_next_to_nothing_trains() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_a_loss_that_comes_near_zero_does_not_destroy_the_run(seed: int) -> None:
+def test_a_loss_that_comes_near_zero_does_not_destroy_the_run() -> None:
     """The scale ran away once everything was fitted: the test accuracy of digits fell from 91% to 9%."""
     datasets = pytest.importorskip("sklearn.datasets")
     digits = datasets.load_digits()
     x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = mechanize(torch.optim.AdamW(model.parameters()))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1500)

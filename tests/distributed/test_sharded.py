@@ -20,7 +20,7 @@ from mechanic_plugins import mechanize
 from mechanic_plugins.distributed.reduction import Identity
 from mechanic_plugins.distributed.sharding import Counting
 
-STEPS = 9  # one more than it takes to count the collectives of all COUNTED_STEPS
+STEPS = 6  # one more than it takes to count the collectives of all COUNTED_STEPS
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 BASES = ("adamw", "sgd")
 

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-SAVED, LAST = 3, 7
+SAVED, LAST = 3, 5
 
 DCP_OPTIONS = {
     "sharded": {},

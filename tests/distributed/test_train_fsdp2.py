@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -63,42 +64,39 @@ def last_checkpoint(out: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run on one machine that nobody interrupts: its folder and what it said."""
+def undisturbed(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody interrupts, on ranks that are there already: the others start their own."""
     out = tmp_path_factory.mktemp("undisturbed")
-    return out, torchrun(out, "--standalone", "--nproc-per-node=2")[0]
+    ranks(2)(train_here, LONG, str(out))
+    return out
 
 
-@pytest.mark.slow
-def test_the_loss_falls(undisturbed: tuple[Path, str]) -> None:
-    out, output = undisturbed
-    entries = log(out)
+def test_the_loss_falls(undisturbed: Path) -> None:
+    entries = log(undisturbed)
     assert [entry["step"] for entry in entries] == list(range(5, STEPS + 1, 5))
     assert entries[0]["loss"] > 5.4  # log(256) = 5.55: it knows nothing
     assert entries[-1]["loss"] < 4.0
     assert entries[-1]["scale"] > 1e-4
     assert 0 < entries[-1]["effective_lr"] < entries[-1]["scale"]  # the cosine is near its end
-    shown = [line for line in output.splitlines() if line.startswith("step ")]
-    assert len(shown) == len(entries)
-    assert f"loss {entries[-1]['loss']:.4f}" in shown[-1]
 
 
 @pytest.mark.slow
-def test_two_machines_train_as_one(undisturbed: tuple[Path, str], tmp_path: Path) -> None:
+def test_two_machines_train_as_one(undisturbed: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     options += ["--rdzv-id=two-machines", "--local-addr=127.0.0.1"]
     outputs = torchrun(tmp_path, *options, agents=2)
-    assert sorted("step " in output for output in outputs) == [False, True]  # one process each, one of them rank 0
-    assert_same_end(tmp_path, undisturbed[0])
+    silent, shown = sorted([line for line in o.splitlines() if line.startswith("step ")] for o in outputs)
+    assert not silent  # one process each, one of them rank 0
+    assert len(shown) == len(log(tmp_path))
+    assert f"loss {log(tmp_path)[-1]['loss']:.4f}" in shown[-1]
+    assert_same_end(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_undisturbed(
-    undisturbed: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_undisturbed(undisturbed: Path, tmp_path: Path) -> None:
     failing = HERE / "train_on_a_failing_machine.py"
     (output,) = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", "--max-restarts=2", script=failing)
     assert "start 0 finds []" in output
@@ -106,17 +104,20 @@ def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_undisturbed(
     assert "start 2 finds ['partial-00000040', 'step-00000020']" in output
     assert output.count("resumed after step 20") == 2
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000040", "step-00000060"]
-    assert_same_end(tmp_path, undisturbed[0])
+    assert_same_end(tmp_path, undisturbed)
 
 
 SHORT = [*TINY, "--steps", "8", "--save-every", "2", "--log-every", "1"]
 
 
-def train_here(rank: int, out: str, *arguments: str) -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    import train_fsdp2
+def example() -> Any:
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module("train_fsdp2")
 
-    train_fsdp2.train(train_fsdp2.parse([*SHORT, "--out", out, *arguments]), torch.device("cpu"))
+
+def train_here(rank: int, options: list[str], out: str, *arguments: str) -> None:
+    example().train(example().parse([*options, "--out", out, *arguments]), torch.device("cpu"))
 
 
 WAYS: list[tuple[int, list[str]]] = [
@@ -136,7 +137,7 @@ def assert_close(entries: list[dict[str, Any]], expected: list[dict[str, Any]]) 
 @pytest.fixture(scope="module")
 def by_fsdp(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("fsdp")
-    ranks(2)(train_here, str(out))
+    ranks(2)(train_here, SHORT, str(out))
     return log(out)
 
 
@@ -151,14 +152,14 @@ def test_every_way_of_spreading_it_trains_the_same(
     world: int,
     arguments: list[str],
 ) -> None:
-    ranks(world)(train_here, str(tmp_path), *arguments)
+    ranks(world)(train_here, SHORT, str(tmp_path), *arguments)
     assert_close(log(tmp_path), by_fsdp)
 
 
 def test_bfloat16_on_another_text(ranks: Callable[[int], Ranks], by_fsdp: list[dict[str, Any]], tmp_path: Path) -> None:
     losses = []
     for name, arguments in (("float32", []), ("bfloat16", ["--bf16"])):
-        ranks(2)(train_here, str(tmp_path / name), "--text", str(SCRIPT), *arguments)
+        ranks(2)(train_here, SHORT, str(tmp_path / name), "--text", str(SCRIPT), *arguments)
         losses.append([entry["loss"] for entry in log(tmp_path / name)])
     assert losses[0] != [entry["loss"] for entry in by_fsdp]
     assert losses[1] != losses[0]
@@ -167,7 +168,7 @@ def test_bfloat16_on_another_text(ranks: Callable[[int], Ranks], by_fsdp: list[d
 
 def refusal(rank: int, out: str, *arguments: str) -> str:
     try:
-        train_here(rank, out, *arguments)
+        train_here(rank, SHORT, out, *arguments)
     except SystemExit as error:
         return str(error)
     return ""
@@ -180,11 +181,11 @@ def test_what_does_not_fit_is_refused(ranks: Callable[[int], Ranks], tmp_path: P
         assert " ".join(arguments[-2:]) in message
 
 
-def test_started_without_torchrun(tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("start me with torchrun")
+def test_started_without_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(SystemExit, match="start me with torchrun"):
+        example().main(["--out", str(tmp_path / "out")])
     assert not list(tmp_path.iterdir())
 
 
@@ -193,7 +194,7 @@ def test_another_number_of_ranks_and_another_way_go_on_from_a_checkpoint(
 ) -> None:
     written = set()
     for world, arguments in [(2, ["--parallel", "fsdp"]), *WAYS]:
-        ranks(world)(train_here, str(tmp_path), *arguments)
+        ranks(world)(train_here, SHORT, str(tmp_path), *arguments)
         sixth, last = sorted((tmp_path / "checkpoints").iterdir())
         assert [sixth.name, last.name] == ["step-00000006", "step-00000008"]
         assert_close(log(tmp_path), by_fsdp)

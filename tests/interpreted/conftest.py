@@ -1,5 +1,32 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+collect_ignore_glob = [] if IS_INTERPRETED else ["test_*.py"]
+
+
+def _patch_language_once() -> None:
+    """Leaves Triton's language interpreted from the first launch on.
+
+    Triton searches the whole language for what to patch in every launch and in every call of a device function, which
+    is half of these tests' time. This process compiles nothing, so it never needs the language as it was.
+    """
+    from triton.runtime import interpreter
+
+    original, scopes = interpreter._patch_lang, {}
+
+    def patch(fn: Any) -> Any:
+        module = id(fn.__globals__)
+        if module not in scopes:
+            scopes[module] = original(fn)
+            scopes[module].restore = lambda: None
+        return scopes[module]
+
+    interpreter._patch_lang = patch
+
+
+if IS_INTERPRETED:
+    _patch_language_once()

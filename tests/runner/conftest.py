@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from running import Runner
+from warm import Warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,12 +17,33 @@ def run(tmp_path: Path) -> Runner:
     """`run("--replace", ..., "train.py")` in an empty folder."""
 
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), **variables}
-        env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
         command = [sys.executable, "-m", "mechanic_plugins.run", *words]
+        env = environment(tmp_path, **variables)
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=280)
-        left = [path.name for path in tmp_path.glob("mechanic-run-*")]
-        assert not left, f"the runner left {left}"
+        assert_nothing_left(tmp_path)
         return done
 
     return run
+
+
+@pytest.fixture
+def run_warm(tmp_path: Path, warm: Warm) -> Runner:
+    """The same, where torch is imported already."""
+
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        done = warm(words, tmp_path, environment(tmp_path, **variables))
+        assert_nothing_left(tmp_path)
+        return done
+
+    return run
+
+
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **variables}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    return env
+
+
+def assert_nothing_left(folder: Path) -> None:
+    left = [path.name for path in folder.glob("mechanic-run-*")]
+    assert not left, f"the runner left {left}"

@@ -1,36 +1,40 @@
 from __future__ import annotations
 
-import os
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_transformers.py"
 
 
-def example(folder: Path, *arguments: object) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    fixed = ["--output_dir", folder / "out", "--use_cpu", True, "--disable_tqdm", True, "--save_strategy", "no"]
-    command = [sys.executable, ROOT / "examples" / "train_transformers.py", *fixed, *arguments]
-    done = subprocess.run(map(str, command), capture_output=True, text=True, check=False, env=env, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+Example = Callable[..., float]
 
 
-@pytest.mark.slow
-def test_the_example_learns(tmp_path: Path) -> None:
-    few_steps = ("--max_steps", 80, "--warmup_steps", 0)
-    said = example(tmp_path, *few_steps, "--length", 32)
-    before, after = map(float, re.findall(r"held-out text: ([\d.]+) -> ([\d.]+)", said)[0])
-    assert after < before - 0.5
-    assert "mechanic/scale" in said
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Example:
+    """Runs the script with these arguments; by how much the loss on held-out text fell."""
+
+    def example(*arguments: object) -> float:
+        fixed = ["--output_dir", tmp_path / "out", "--use_cpu", True, "--disable_tqdm", True, "--save_strategy", "no"]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in (SCRIPT, *fixed, *arguments)])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        said = capsys.readouterr().out
+        assert "mechanic/scale" in said
+        before, after = map(float, re.findall(r"held-out text: ([\d.]+) -> ([\d.]+)", said)[0])
+        return before - after
+
+    return example
 
 
-@pytest.mark.slow
-def test_the_example_goes_on_from_a_pretrained_model(tmp_path: Path) -> None:
+def test_the_example_learns(example: Example) -> None:
+    assert example("--max_steps", 80, "--warmup_steps", 0, "--length", 32) > 0.5
+
+
+def test_the_example_goes_on_from_a_pretrained_model(example: Example, tmp_path: Path) -> None:
     from hf_script import build_model
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -41,7 +45,5 @@ def test_the_example_goes_on_from_a_pretrained_model(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / "model")
     build_model(dtype="float32").save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60)
-    few_steps = ("--max_steps", 80)
-    said = example(tmp_path, "--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--length", 12, *few_steps)
-    before, after = map(float, re.findall(r"held-out text: ([\d.]+) -> ([\d.]+)", said)[0])
-    assert after < before - 0.2
+    given = ("--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--length", 12, "--max_steps", 80)
+    assert example(*given) > 0.2

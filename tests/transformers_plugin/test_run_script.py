@@ -9,6 +9,7 @@ from pathlib import Path
 
 import build_ops
 import pytest
+from warm import Warm
 
 from mechanic_plugins import hook
 from mechanic_plugins.run import main
@@ -47,8 +48,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(folder)])}
+
+
 def start(folder: Path, *command: str, **more: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(folder)]), **more}
+    env = {**environment(folder), **more}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, cwd=folder, env=env, **pipes)
 
@@ -207,10 +212,10 @@ WARNED = "mechanic_plugins.run: warning: nothing was mechanized (optimizers buil
     ],
 )
 def test_training_without_mechanic_where_it_was_asked_for_fails(
-    folder: Path, build: str, argument: str, code: int, says: str
+    folder: Path, warm: Warm, build: str, argument: str, code: int, says: str
 ) -> None:
     """timm reads `--opt mechanic_adamw` as adamw, and trained plain AdamW without a word."""
     (folder / "trains.py").write_text(TRAINS.format(build=build, steps="opt is not None"))
-    ended_with, _, err = ended(start(folder, *RUN, "trains.py", *argument.split()))
-    assert ended_with == code, err
-    assert err.startswith(says) if says else err == ""
+    done = warm(("trains.py", *argument.split()), folder, environment(folder))
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith(says) if says else done.stderr == ""
