@@ -84,7 +84,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "played": [([1.0], "a finite number"), ("1", "a finite number"), (None, "a finite number"), (-1.0, ">= 0")],
     "steps": [(1.5, "a whole number"), (-1, "a whole number >= 0"), (NAN, "a whole number"), (True, "a whole number")],
     "unit": [(-1.0, "a number >= 0"), ([], "a finite number")],
-    "frozen": [(1, "True or False"), (None, "True or False")],
+    "frozen": [(1, "True, False or 'released'"), (None, "True, False or 'released'")],
     "tuners": [
         ("", "cannot be read"),
         (None, "cannot be read"),
