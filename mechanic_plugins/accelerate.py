@@ -72,6 +72,7 @@ def _keeping_mechanic(mapping: Mapping) -> Mapping:
             backend=optimizer.backend,
             max_grad_norm=optimizer.max_grad_norm,
             total_steps=optimizer.total_steps,
+            delta_dtype=optimizer.delta_dtype,
         )
 
     map_pytorch_optim_to_deepspeed._mechanic = True  # type: ignore[attr-defined]

@@ -57,6 +57,8 @@ def mechanize(
             of all gradients of all ranks, which the step knows anyway.
         total_steps: The number of optimizer steps in the run, if it is known: in a short one (below 400) the scale then
             rises from a longer first move. Lightning's and Hugging Face's plugins fill it in.
+        delta_dtype: `torch.bfloat16` keeps the sum of the base's updates in 2 bytes a parameter, rounded at random so
+            that it is right on average [float32; float64 for weights in it].
         group: The ranks that share the parameters, where that is not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
         backend: How the passes over memory are made: "fused" (the base's update and Mechanic's in one), "triton" or

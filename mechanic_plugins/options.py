@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, TypedDict, get_type_hints
 
+import torch
 import torch.distributed as dist
 
 from mechanic_plugins.core.settings import (
@@ -23,6 +24,7 @@ from mechanic_plugins.core.settings import (
     Settings,
     check_max_grad_norm,
     check_total_steps,
+    checked_delta_dtype,
 )
 from mechanic_plugins.optimizer.interface import Wrapper
 from mechanic_plugins.passes.planner import Backend
@@ -53,6 +55,7 @@ class _Common(TypedDict, total=False):
     max_scale: float | None
     max_grad_norm: float | None
     total_steps: int | None
+    delta_dtype: torch.dtype | str | None
     group: dist.ProcessGroup | None
     sync_replicas: bool
     backend: Backend
@@ -112,10 +115,11 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in known:
             raise TypeError(f"mechanize() has no option {name!r}{hint(name, known)} It has {', '.join(known)}.")
-    beside = ("max_grad_norm", "total_steps", "group", "sync_replicas", "backend")
+    beside = ("max_grad_norm", "total_steps", "delta_dtype", "group", "sync_replicas", "backend")
     own = {name: options[name] for name in beside if name in options}
     check_max_grad_norm(own.get("max_grad_norm"))
     check_total_steps(own.get("total_steps"))
+    checked_delta_dtype(own.get("delta_dtype"))
     return {"settings": Settings.from_preset(**{k: v for k, v in options.items() if k not in own}), **own}
 
 

@@ -32,6 +32,9 @@ def released(params: list[nn.Parameter]) -> Any:
 OPTIMIZERS: dict[str, Build] = {
     "AdamW": torch.optim.AdamW,
     "Mechanic around AdamW": lambda params: mechanize(torch.optim.AdamW(params)),
+    "the same with delta_dtype=torch.bfloat16": lambda params: mechanize(
+        torch.optim.AdamW(params), delta_dtype=torch.bfloat16
+    ),
     "the same after freeze(release=True)": released,
     "Prodigy": peer("prodigyopt", "Prodigy"),
     "D-Adaptation": peer("dadaptation", "DAdaptAdam"),
@@ -58,9 +61,9 @@ def bytes_per_parameter(build: Build) -> float:
 def main() -> None:
     for name, build in OPTIMIZERS.items():
         try:
-            print(f"{name:40}{bytes_per_parameter(build):6.1f}")
+            print(f"{name:45}{bytes_per_parameter(build):6.1f}")
         except ModuleNotFoundError as error:
-            print(f"{name:40}  {error.name} is not installed")
+            print(f"{name:45}  {error.name} is not installed")
 
 
 if __name__ == "__main__":

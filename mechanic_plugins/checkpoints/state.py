@@ -28,7 +28,8 @@ from mechanic_plugins.checkpoints.format import (
     parse,
 )
 from mechanic_plugins.checkpoints.settings import notice, portable
-from mechanic_plugins.core.param_state import DELTA, PREFIX, REF, delta_dtype, needs_reference
+from mechanic_plugins.core.param_state import DELTA, PREFIX, REF, needs_reference
+from mechanic_plugins.core.param_state import delta_dtype as dtype_of_delta
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import SCALARS, TunerState, initial_state
 from mechanic_plugins.distributed.sharding import local
@@ -150,13 +151,18 @@ def split(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Tensor]
     return {**state_dict, "state": plain}, ours
 
 
-def merge(params: Mapping[Any, Any], ours: Mapping[Any, dict[str, Tensor]], state: dict[Any, dict[str, Any]]) -> None:
+def merge(
+    params: Mapping[Any, Any],
+    ours: Mapping[Any, dict[str, Tensor]],
+    state: dict[Any, dict[str, Any]],
+    delta_dtype: torch.dtype | None,
+) -> None:
     """Adds Mechanic's tensors (by parameter id) to the base's state, on the parameter's device, in their own dtype."""
     for key, entries in ours.items():
         p = params.get(key)
         if p is None:
             continue
-        kept = {DELTA: delta_dtype(p.dtype), **({REF: p.dtype} if needs_reference(p.dtype) else {})}
+        kept = {DELTA: dtype_of_delta(p.dtype, delta_dtype), **({REF: p.dtype} if needs_reference(p.dtype) else {})}
         for name in entries.keys() & kept.keys():
             value = entries[name].detach().clone().to(device=p.device, dtype=kept[name])
             state.setdefault(p, {})[name] = value

@@ -44,6 +44,8 @@ def needs_reference(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
 
 
-def delta_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 or wider."""
+def delta_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torch.dtype:
+    """Delta's for weights of this dtype: float32 or wider, if not bfloat16 is wanted."""
+    if wanted == torch.bfloat16 and dtype.is_floating_point:
+        return wanted
     return torch.float32 if needs_reference(dtype) else dtype

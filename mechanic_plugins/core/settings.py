@@ -10,7 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-__all__ = ["LEFT_OPEN", "PRESETS", "Preset", "Rule", "Scope", "Settings", "check_max_grad_norm", "check_total_steps"]
+import torch
+
+__all__ = [
+    "LEFT_OPEN",
+    "PRESETS",
+    "Preset",
+    "Rule",
+    "Scope",
+    "Settings",
+    "check_max_grad_norm",
+    "check_total_steps",
+    "checked_delta_dtype",
+]
 
 Preset = Literal["paper", "0.1"]
 Rule = Literal["optimistic", "paper", "experiments", "optax", "theory"]
@@ -146,6 +158,13 @@ def check_total_steps(value: object) -> None:
     _TOTAL_STEPS.check("total_steps", value)
 
 
+def checked_delta_dtype(value: object) -> torch.dtype | None:
+    """The option as a dtype; configs and command lines have its name. Checkpoints hold delta as it is."""
+    found = getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+    _DELTA_DTYPE.check("delta_dtype", found)
+    return found if isinstance(found, torch.dtype) else None
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -207,6 +226,11 @@ _TOTAL_STEPS = _Allowed(
     "None or a whole number > 0",
     lambda x: x is None or (isinstance(x, int) and not isinstance(x, bool) and x > 0),
     "it is the number of optimizer steps in the run. Leave it None if that is not known.",
+)
+_DELTA_DTYPE = _Allowed(
+    "None, torch.float32 or torch.bfloat16",
+    lambda x: x is None or x in (torch.float32, torch.bfloat16),
+    "it is what the sum of updates is kept in. bfloat16 halves its memory; None is float32, or wider.",
 )
 
 _EPS_ABOVE_ZERO = (

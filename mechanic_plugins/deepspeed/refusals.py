@@ -132,6 +132,12 @@ _REFUSALS = (
         "Set 'gradient_clipping' in the DeepSpeed config",
     ),
     _Refusal(
+        lambda _, mechanic: mechanic.delta_dtype == torch.bfloat16,
+        "mechanize(delta_dtype=torch.bfloat16)",
+        "its checkpoints hold all of the state in one dtype",
+        "Leave it out",
+    ),
+    _Refusal(
         lambda _, mechanic: mechanic.group is not None,
         "mechanize(group=...)",
         "the weights are sharded over DeepSpeed's data-parallel group",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch._utils import _flatten_dense_tensors
 
 from mechanic_plugins.core.param_state import IndexRange, ParamState, needs_reference
 from mechanic_plugins.core.tuner_state import gradient_count, sums_of
+from mechanic_plugins.kernels.dither import dithered
+from mechanic_plugins.kernels.triton_support import ALIGNED
 
 __all__ = ["ForeachBatch", "local_sums", "move"]
 
@@ -42,6 +45,7 @@ class ForeachBatch:
         self.refs = [param_state.ref for param_state in param_states]
         self.sizes = [param_state.x.numel() * param_state.x.element_size() for param_state in param_states]
         self._device, self._dtype = param_states[0].x.device, param_states[0].x.dtype
+        self._places = [0, *accumulate(-(-state.x.numel() // ALIGNED) * ALIGNED for state in param_states)]
         self._layouts = [(param_state.x.shape, param_state.x.stride()) for param_state in param_states]
         self.gradients = 0
         """How many there are in this step."""
@@ -97,15 +101,18 @@ class ForeachBatch:
 
     def move(self, part: IndexRange, xs: Sequence[Tensor], snapshot: Sequence[Tensor], scales: Tensor) -> None:
         """From the base's weights to Mechanic's."""
-        move(self._param_states(part, xs), snapshot, before=scales[0], after=scales[1], kept=scales[3])
+        before, after, _, kept, _, step = scales.unbind()
+        places = self._places[part.first : part.last]
+        move(self._param_states(part, xs), snapshot, before=before, after=after, kept=kept, step=step, places=places)
 
     def move_to(
         self, part: IndexRange, xs: Sequence[Tensor], stepped: Sequence[Tensor], row: Tensor | None, scales: Tensor
     ) -> None:
         """The same where the base has stepped float32 copies and left the weights `xs` alone."""
-        before, after, kept = scales.float()[[0, 1, 3]]
-        for param_state, new in zip(self._param_states(part, xs), stepped, strict=True):
-            _move_rounded(param_state, param_state.x, new, before=before, after=after, kept=kept)
+        before, after, _, kept, *_ = scales.float().unbind()
+        places = self._places[part.first : part.last]
+        for state, new, place in zip(self._param_states(part, xs), stepped, places, strict=True):
+            _move_rounded(state, state.x, new, before=before, after=after, kept=kept, step=scales[5], place=place)
 
     def _param_states(self, part: IndexRange, xs: Sequence[Tensor]) -> list[ParamState]:
         here = slice(part.first, part.last)
@@ -181,21 +188,34 @@ def _real(t: Tensor) -> Tensor:
 
 
 def move(
-    param_states: Sequence[ParamState], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, kept: Tensor
+    param_states: Sequence[ParamState],
+    olds: Sequence[Tensor],
+    *,
+    before: Tensor,
+    after: Tensor,
+    kept: Tensor,
+    step: Tensor,
+    places: Sequence[int],
 ) -> None:
     """From the base's weights to Mechanic's: delta = kept * delta + u, and x = x_ref + after * delta.
 
     u = x - old is what the base did. `olds` is read only, so that a caller can go back to it if anything raises.
-    All param_states have a delta and share one device and dtype.
+    All param_states have a delta and share one device and dtype. `step` and `places` are for a delta in bfloat16: see
+    `dithered`.
     """
     if needs_reference(param_states[0].x.dtype):
-        for param_state, old in zip(param_states, olds, strict=True):
-            _move_rounded(
-                param_state, old, param_state.x, before=before.float(), after=after.float(), kept=kept.float()
-            )
-    else:
-        for_new_delta = before / torch.where(kept > 0, kept, 1.0)  # where nothing is kept, nothing was played
-        _move_by_difference(param_states, olds, before=for_new_delta, after=after, kept=kept)
+        before, after, kept = before.float(), after.float(), kept.float()
+        for state, old, place in zip(param_states, olds, places, strict=True):
+            _move_rounded(state, old, state.x, before=before, after=after, kept=kept, step=step, place=place)
+        return
+    before = before / torch.where(kept > 0, kept, 1.0)  # where nothing is kept, nothing was played
+    if not needs_reference(_delta(param_states[0]).dtype):
+        _move_by_difference(param_states, olds, before=before, after=after, kept=kept)
+        return
+    for state, old, place in zip(param_states, olds, places, strict=True):
+        wide = state._replace(delta=_delta(state).to(state.x.dtype))
+        _move_by_difference([wide], [old], before=before, after=after, kept=kept)
+        _delta(state).copy_(dithered(_delta(wide), place=place, step=step))
 
 
 def _move_by_difference(
@@ -248,7 +268,15 @@ def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], lis
 
 
 def _move_rounded(
-    param_state: ParamState, old: Tensor, new: Tensor, *, before: Tensor, after: Tensor, kept: Tensor
+    param_state: ParamState,
+    old: Tensor,
+    new: Tensor,
+    *,
+    before: Tensor,
+    after: Tensor,
+    kept: Tensor,
+    step: Tensor,
+    place: int,
 ) -> None:
     """Low precision: x is the rounding of ref + scale * delta. Weights that somebody else moved take ref with them.
 
@@ -256,11 +284,15 @@ def _move_rounded(
     """
     delta, ref = _delta(param_state), param_state.ref
     assert ref is not None
-    expected = torch.addcmul(ref.float(), delta, before)
+    wide = delta.float()
+    expected = torch.addcmul(ref.float(), wide, before)
     moved_outside = old != expected.to(old.dtype)
-    ref.copy_(torch.where(moved_outside, old.float() - before * delta, ref.float()))
-    torch.addcmul(new.float() - old.float(), delta, kept, out=delta)
-    param_state.x.copy_(torch.addcmul(ref.float(), delta, after))
+    ref.copy_(torch.where(moved_outside, old.float() - before * wide, ref.float()))
+    wide = torch.addcmul(new.float() - old.float(), wide, kept)
+    if needs_reference(delta.dtype):
+        wide = dithered(wide, place=place, step=step)
+    delta.copy_(wide)
+    param_state.x.copy_(torch.addcmul(ref.float(), wide, after))
 
 
 def _delta(param_state: ParamState) -> Tensor:

@@ -19,7 +19,7 @@ from mechanic_plugins.kernels.triton_support import is_capturing
 __all__ = ["constants_of", "decide", "packed_copy"]
 
 _VECTORS = len(TunerState._fields) - len(SCALARS)
-_SCALES = 5
+_SCALES = 6
 """The columns of `Decision.scales`."""
 _RULES = ("paper", "experiments", "optax", "theory", "optimistic")
 

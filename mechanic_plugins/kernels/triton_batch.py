@@ -42,7 +42,8 @@ class TritonBatch:
         table: Table | None = None,
     ) -> None:
         self.device, self.xtype, self.gtype, _ = kind_of(param_states[0])
-        self.dtype = delta_dtype(self.xtype)
+        delta = param_states[0].delta
+        self.dtype = delta_dtype(self.xtype) if delta is None else delta.dtype
         self.acc = torch.float64 if self.xtype == torch.float64 else torch.float32
         self.numels = tuple(param_state.x.numel() for param_state in param_states)
         self.sizes = [param_state.x.numel() * param_state.x.element_size() for param_state in param_states]
@@ -200,6 +201,7 @@ class TritonBatch:
                 norms,
                 **self.types("xtype", "dtype", "acc"),
                 LOW=needs_reference(self.xtype),
+                DITHERED=self.dtype == torch.bfloat16,
                 APART=apart,
                 ALIGNED=self.addresses.are_aligned,
                 SIZE=MOVE_BLOCK,

@@ -13,6 +13,7 @@ from mechanic_plugins.kernels.triton_passes import (
     _MOMENT2,
     _STEP,
     _X,
+    _dithered,
     _place,
     _pointer,
     _rounded,
@@ -89,8 +90,8 @@ def _lion(row, at, mask, x, g, lr, wd, beta1, beta2, mtype: tl.constexpr, ALIGNE
 def fused_kernel(
     table, blocks, firsts, count, scales, norms, corrections, lr, wd, a, b, c,
     KIND: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
-    xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr,
-    LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+    xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr, dtype: tl.constexpr,
+    LOW: tl.constexpr, DITHERED: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The base's update and Mechanic's move in one pass. `lr` points to it; a, b and c are the base's own constants.
 
@@ -109,9 +110,9 @@ def fused_kernel(
     for block in range(tl.program_id(0), count, tl.num_programs(0)):
         row, at, mask = _place(table, blocks, firsts, block, ALIGNED, SIZE)
         place = _pointer(row, _X, xtype, ALIGNED) + at
-        delta = _pointer(row, _DELTA, tl.float32, ALIGNED) + at
+        delta = _pointer(row, _DELTA, dtype, ALIGNED) + at
         x = tl.load(place, mask, 0.0).to(tl.float32)
-        d = tl.load(delta, mask, 0.0)
+        d = tl.load(delta, mask, 0.0).to(tl.float32)
         moved = mask & is_made
         used = moved & (tl.load(row + _GRAD) != 0)
         g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, used, 0.0).to(tl.float32) * clip
@@ -128,10 +129,12 @@ def fused_kernel(
             u = _lion(row, at, used, x, g, lr, wd, a, b, mtype, ALIGNED)
         u = tl.where(used, u, 0.0)
         if LOW:
-            played, d = _rounded(row, at, moved, x, d, u, before, after, kept, xtype, ALIGNED)
+            played, d = _rounded(row, at, moved, x, d, u, before, after, kept, scales, xtype, DITHERED, ALIGNED)
         else:
             played = x + (step * d + after * u)
             d = kept * d + u
+            if DITHERED:
+                d = _dithered(d, row, at, scales)
         tl.store(place, played, moved)
         tl.store(delta, d, moved)
         x = tl.where(moved, played.to(tl.float32), x)

@@ -103,7 +103,22 @@ def snapshot_kernel(
 
 
 @triton.jit
-def _rounded(row, at, mask, x, d, u, before, after, kept, xtype: tl.constexpr, ALIGNED: tl.constexpr):
+def _dithered(d, row, at, scales):
+    """Delta rounded to bfloat16, up or down at random, so that it is right on average: see `kernels.dither`."""
+    seed = tl.load(scales + 5).to(tl.int64).to(tl.uint32)
+    bits = (tl.load(row + _PLACE) + at).to(tl.uint32) ^ (seed * 0x9E3779B9)
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    bits = bits ^ (bits >> 16)
+    rounded = (d.to(tl.float32).to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) & 0xFFFF0000
+    return rounded.to(tl.float32, bitcast=True).to(d.dtype)
+
+
+@triton.jit
+def _rounded(
+    row, at, mask, x, d, u, before, after, kept, scales, xtype: tl.constexpr,
+    DITHERED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Low-precision weights: the rounding of ref + scale * delta, where ref follows what somebody else has moved.
 
     Returns weights and delta.
@@ -113,6 +128,8 @@ def _rounded(row, at, mask, x, d, u, before, after, kept, xtype: tl.constexpr, A
     moved_outside = x != (ref + before * d).to(xtype).to(tl.float32)
     ref = tl.where(moved_outside, x - before * d, ref).to(xtype).to(tl.float32)
     d = kept * d + u
+    if DITHERED:
+        d = _dithered(d, row, at, scales)
     tl.store(pointer, ref.to(xtype), mask)
     return (ref + after * d).to(xtype), d
 
@@ -129,7 +146,7 @@ def _store_norms(norms, xx, dx, dd):
 def move_kernel(
     table, blocks, firsts, first_block, last_block, snapshot, first, scales, norms,
     xtype: tl.constexpr, dtype: tl.constexpr, acc: tl.constexpr,
-    LOW: tl.constexpr, APART: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+    LOW: tl.constexpr, DITHERED: tl.constexpr, APART: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """After any base's step: from its weights to Mechanic's, for the tensors that the snapshot holds.
 
@@ -153,12 +170,17 @@ def move_kernel(
         delta = _pointer(row, _DELTA, dtype, ALIGNED) + at
         d = tl.load(delta, mask, 0.0).to(acc)
         if LOW:
-            played, d = _rounded(row, at, mask, old, d, u, before, after, kept, xtype, ALIGNED)
+            played, d = _rounded(row, at, mask, old, d, u, before, after, kept, scales, xtype, DITHERED, ALIGNED)
         else:
             played = (old + (step * d + after * u)).to(xtype)
             d = kept * d + u
+            if DITHERED:
+                d = _dithered(d, row, at, scales)
         tl.store(place, played, mask)
-        tl.store(delta, d, mask)
+        if DITHERED:
+            tl.store(delta, d.to(tl.float32).to(dtype), mask)
+        else:
+            tl.store(delta, d, mask)
         x = played.to(acc)
         xx += x * x
         dx += d * x

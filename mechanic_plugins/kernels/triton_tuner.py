@@ -19,8 +19,8 @@ def tuner_kernel(
 
     A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played, h, lr, gradients and longest. `lrs` has
     the base's lr of each tuner, `counters` steps and skipped. With CLIPS the gradients are taken for clipped to the
-    norm that has its two halves. `scales` gets, for each tuner, before, after, whether the step is made, and what delta
-    and the gradients are multiplied by.
+    norm that has its two halves. `scales` gets, for each tuner, before, after, whether the step is made, what delta and
+    the gradients are multiplied by, and the steps so far.
     """
     program = tl.program_id(0)
     every = tl.arange(0, NUMBERS)
@@ -53,7 +53,7 @@ def tuner_kernel(
         mine = (longest > 0) & (norm > OUTLIER * longest)
         remembered = tl.where(mine, 10.0 * longest, tl.maximum(0.999 * longest, norm))
     tl.store(new + 6 * n + 5, tl.where(has_gradients, remembered, longest))
-    scales += program * 5
+    scales += program * 6
     lane = tl.arange(0, N)
     inside = lane < n
     s = tl.load(old + lane, inside, 0.0)
@@ -208,3 +208,4 @@ def tuner_kernel(
     tl.store(scales + 2, tl.where(made, 1.0, 0.0).to(tl.float64))
     tl.store(scales + 3, kept)
     tl.store(scales + 4, tl.where(made, clip, 1.0))
+    tl.store(scales + 5, tl.load(counters + 0) + tl.where(made, 1.0, 0.0))

@@ -91,6 +91,7 @@ class Mechanic(Callback):
         max_grad_norm: Clip the gradients in the step, by their norm. The Trainer's `gradient_clip_val` is clipped by in
             the step too, where that makes no difference to the module.
         total_steps: The number of optimizer steps in the run [the Trainer's `estimated_stepping_batches`].
+        delta_dtype: `torch.bfloat16` keeps the sum of the updates in 2 bytes a parameter [float32, or wider].
         group: The ranks that share the parameters, if not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
         backend: The implementation: "auto", "fused", "triton" or "foreach".
@@ -117,6 +118,7 @@ class Mechanic(Callback):
         max_scale: float | None = None,
         max_grad_norm: float | None = None,
         total_steps: int | None = None,
+        delta_dtype: torch.dtype | str | None = None,
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",

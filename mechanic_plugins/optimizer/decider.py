@@ -57,9 +57,9 @@ class Decider:
         if sums.device.type == "cpu" and not outcome.applied:  # a skipped step leaves no trace
             progress.lr_refs, progress.unit, progress.unit_since = known
         if table is not None:
-            return Decision(outcome.applied, table[:, 0], table[:, 1], table[:, 3], outcome.clip, table)
+            return Decision(outcome.applied, table[:, 0], table[:, 1], table[:, 3], outcome.clip, packed=table)
         after, factor = outcome.state.played[:, 0], outcome.delta_factor[:, 0]
-        return Decision(outcome.applied, before[:, 0], after, factor, outcome.clip)
+        return Decision(outcome.applied, before[:, 0], after, factor, outcome.clip, progress.steps)
 
     def inputs(self, progress: Progress) -> Inputs:
         """Fixes the unit, if it is time for it, and looks at the learning rates."""

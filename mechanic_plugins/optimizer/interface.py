@@ -26,7 +26,7 @@ from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.groups import Owner, show_scales
 from mechanic_plugins.core.param_state import DELTA, PREFIX
-from mechanic_plugins.core.settings import Settings, check_max_grad_norm, check_total_steps
+from mechanic_plugins.core.settings import Settings, check_max_grad_norm, check_total_steps, checked_delta_dtype
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
 from mechanic_plugins.optimizer.delegate import Delegate, Group
 from mechanic_plugins.optimizer.skips import Skips
@@ -50,6 +50,8 @@ class Wrapper(Delegate):
     _step_supports_amp_scaling = False
     max_grad_norm: float | None = None
     """Every step clips the gradients to this norm. Not a setting of the tuner's: checkpoints do not hold it."""
+    delta_dtype: torch.dtype | None = None
+    """What delta is kept in, where that was chosen. Checkpoints hold it as it is."""
     _total_steps: int | None = None
     _has_history = True
     """Whether the base had state before Mechanic's first step: made when it was built, or loaded from a plain run."""
@@ -64,6 +66,7 @@ class Wrapper(Delegate):
         backend: Backend = "auto",
         max_grad_norm: float | None = None,
         total_steps: int | None = None,
+        delta_dtype: torch.dtype | str | None = None,
     ) -> None:
         known_bases.check_supported(base)
         check_backend(backend)
@@ -75,6 +78,7 @@ class Wrapper(Delegate):
         self.sync_replicas = sync_replicas
         self.backend = backend
         self.max_grad_norm = max_grad_norm
+        self.delta_dtype = checked_delta_dtype(delta_dtype)
         self._total_steps = total_steps
         self._has_history = bool(base.state)
         before = vars(base).get(_LIVE)
@@ -222,7 +226,7 @@ class Wrapper(Delegate):
         state: dict[Any, Any] = {} if checkpoint.is_released(self.param_groups) else self.state
         for p, entries in state.items():  # some bases keep what is no parameter's there: counters, settings
             if isinstance(p, Tensor) and isinstance(entries, dict) and entries and DELTA not in entries:
-                entries[DELTA] = zeros_like(p)
+                entries[DELTA] = zeros_like(p, self.delta_dtype)
 
     def _params(self) -> list[Tensor]:
         """The same list as before, as long as they are the same."""
@@ -254,7 +258,7 @@ class Wrapper(Delegate):
         self.base.load_state_dict(plain)
         show_scales(self.param_groups, self._itself)
         ids = (i for group in plain["param_groups"] for i in group["params"])
-        checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state)
+        checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state, self.delta_dtype)
         self._live = self._dry_state = self._last_lrs = None
         self._last.clear()
         if not holds_tuner(self.param_groups):
@@ -269,13 +273,10 @@ class Wrapper(Delegate):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without hooks, as torch's optimizers.
-
-        And without `step`, which a scheduler plants on the instance, and the process group, which has no pickle.
-        """
+        """Without hooks, the `step` that a scheduler plants on an instance, and the group, which has no pickle."""
         self._write_tuner()
-        kept = ("base", "settings", "sync_replicas", "backend", "max_grad_norm", "_total_steps", "_has_history")
-        return {name: getattr(self, name) for name in kept}
+        kept = ("base", "settings", "sync_replicas", "backend", "max_grad_norm", "delta_dtype", "_total_steps")
+        return {name: getattr(self, name) for name in (*kept, "_has_history")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -201,9 +201,9 @@ class MechanicOptimizer(Freezing):
                     continue
                 refuse_sparse(p)
                 refuse_foreign(p, known)
-                conform(self.base, p)
+                conform(self.base, p, self.delta_dtype)
                 param_state = ParamState(local(p), local(p.grad), local(known.get(DELTA)), local(known.get(REF)))
-                entries.append(Entry(p, group, param_state, tuner_index, weights.get(id(p), 1.0)))
+                entries.append(Entry(p, group, param_state, tuner_index, weights.get(id(p), 1.0), self.delta_dtype))
         return entries
 
     def _counting(self, params: Sequence[Tensor]) -> Counting:
@@ -240,7 +240,7 @@ class MechanicOptimizer(Freezing):
         self.base.step()
         for p in self._params():
             if p.grad is not None and not checkpoint.is_released(self.param_groups):
-                complete(self.base, p, local(p))
+                complete(self.base, p, local(p), self.delta_dtype)
         self._dry_state = self.state
 
     def _leave_dry_run(self) -> None:

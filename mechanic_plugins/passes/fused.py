@@ -80,7 +80,7 @@ class FusedBatch(ParamBatch):
     def _refuse_foreign_state(self) -> None:
         """A kernel would read past the end of what is too short."""
         moments = _moments(self.base)
-        kinds = {torch.float32, *(self.states[0][name].dtype for name in moments)}
+        kinds = {torch.float32, *(self.states[0][name].dtype for name in (DELTA, *moments))}
         for p, state in zip(self.params, self.states, strict=True):
             for name in (DELTA, *moments):
                 tensor = state[name]
@@ -128,9 +128,10 @@ class FusedBatch(ParamBatch):
                 MOMENTUM=bool(group.get("momentum")),
                 NESTEROV=bool(group.get("nesterov")),
                 MAXIMIZE=bool(group.get("maximize")),
-                **rows.types("xtype", "gtype"),
+                **rows.types("xtype", "gtype", "dtype"),
                 mtype=triton_type(self.moment_type),
                 LOW=needs_reference(rows.xtype),
+                DITHERED=rows.dtype == torch.bfloat16,
                 ALIGNED=rows.addresses.are_aligned,
                 SIZE=MOVE_BLOCK,
                 num_warps=MOVE_WARPS,

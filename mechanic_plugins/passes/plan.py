@@ -28,20 +28,24 @@ Group = dict[str, Any]
 
 
 class Entry(NamedTuple):
-    """A parameter that takes part in a step: its param group, local tensors, tuner, and weight in the sums."""
+    """A parameter that takes part in a step: its param group, local tensors, tuner, and weight in the sums.
+
+    `delta_dtype` is what its delta is to be, if that was chosen.
+    """
 
     param: Tensor
     group: Group
     param_state: ParamState
     tuner_index: int
     weight: float
+    delta_dtype: torch.dtype | None = None
 
 
 class Decision(NamedTuple):
     """What a step will do: whether it is made, and for each tuner the scale that was and will be played.
 
     `delta_factor` multiplies delta, so that only part of it, or none, is re-applied at the new scale. `clip`, 0-dim,
-    multiplies the gradients that the base sees; None leaves them as they are.
+    multiplies the gradients that the base sees; None leaves them as they are. `step`, 0-dim, counts the steps made.
     """
 
     applied: bool | Tensor
@@ -49,15 +53,20 @@ class Decision(NamedTuple):
     after: Tensor
     delta_factor: Tensor
     clip: Tensor | None = None
+    step: Tensor | None = None
     packed: Tensor | None = None
 
     def scales(self) -> Tensor:
-        """Before, after, whether the step is made, and what delta and gradients are multiplied by, for each tuner."""
+        """Before, after, whether the step is made, what delta and gradients are multiplied by, and the steps so far.
+
+        One row for each tuner.
+        """
         if self.packed is not None:
             return self.packed
         made = torch.as_tensor(self.applied, dtype=self.before.dtype, device=self.before.device)
         clip = torch.ones_like(made) if self.clip is None else self.clip
-        rows = (self.before, self.after, made, self.delta_factor, clip)
+        step = torch.zeros_like(made) if self.step is None else self.step
+        rows = (self.before, self.after, made, self.delta_factor, clip, step)
         return torch.stack([row.expand_as(self.before) for row in rows], dim=1)
 
 
@@ -71,6 +80,7 @@ class ParamBatch:
             entries[0].tuner_index,
             entries[0].weight,
         )
+        self.delta_dtype = entries[0].delta_dtype
         self.params = [entry.param for entry in entries]
         self.is_sharded = is_dtensor(self.params[0])
         self.device: torch.device = entries[0].param_state.x.device
@@ -192,21 +202,21 @@ class ParamBatch:
         for index, old in zip(range(part.first, part.last), olds, strict=True):
             if any(tensor is None for tensor in self.watched[index].values()):
                 p = self.params[index]
-                complete(self.base, p, old)
+                complete(self.base, p, old, self.delta_dtype)
                 rows.deltas[index], rows.refs[index] = (local(self.base.state[p].get(name)) for name in (DELTA, REF))
 
 
-def complete(base: Optimizer, p: Tensor, old: Tensor) -> None:
+def complete(base: Optimizer, p: Tensor, old: Tensor, wanted: torch.dtype | None) -> None:
     """Gives a parameter the delta, and the reference, that it has not yet; `old` is what the reference is to hold."""
     state = base.state[p]
     if DELTA not in state:
-        state[DELTA] = zeros_like(p)
+        state[DELTA] = zeros_like(p, wanted)
     if REF not in state and needs_reference(p.dtype):
         state[REF] = torch.empty_like(p, requires_grad=False)
         local(state[REF]).copy_(old)
 
 
-def conform(base: Optimizer, p: Tensor) -> None:
+def conform(base: Optimizer, p: Tensor, wanted: torch.dtype | None) -> None:
     """Has the state lie in memory as the parameter does, whose memory format or dtype somebody may have changed.
 
     Kernels walk both as flat memory. Quantized moments, which are no plain floating tensors, are left alone.
@@ -216,7 +226,7 @@ def conform(base: Optimizer, p: Tensor) -> None:
         return
     if REF in state and not needs_reference(p.dtype):
         del state[REF]
-    ours = {DELTA: delta_dtype(p.dtype), REF: p.dtype}
+    ours = {DELTA: delta_dtype(p.dtype, wanted), REF: p.dtype}
     for name, kept in state.items():
         if _is_like(kept, p):
             state[name] = _laid_out_like(p, kept, ours.get(name, kept.dtype))
@@ -238,9 +248,9 @@ def _laid_out_like(p: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
     return twin
 
 
-def zeros_like(p: Tensor) -> Tensor:
+def zeros_like(p: Tensor, wanted: torch.dtype | None) -> Tensor:
     """A new delta, of the parameter's own tensor type."""
-    return torch.zeros_like(p, dtype=delta_dtype(p.dtype), requires_grad=False)
+    return torch.zeros_like(p, dtype=delta_dtype(p.dtype, wanted), requires_grad=False)
 
 
 class Plan:

@@ -86,7 +86,7 @@ class Passes:
     def _fused_plan(self, entries: Sequence[Entry]) -> FusedPlan:
         fused.prepare(self.base, [entry.param for entry in entries])
         for entry in entries:
-            complete(self.base, entry.param, entry.param_state.x)
+            complete(self.base, entry.param, entry.param_state.x, entry.delta_dtype)
         kinds = _in_kinds(entries, triton_support.kind_of).values()
         return FusedPlan(self.base, entries, [FusedBatch(self.base, part, by_kernels=True) for part in kinds])
 

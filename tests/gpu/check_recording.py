@@ -202,6 +202,7 @@ def check_changes() -> Iterator[tuple[str, bool]]:
         yield compared(base, None)
         yield compared(base, freeze_and_unfreeze, max_grad_norm=0.3, scope="group")
         yield compared(base, load, dtype=torch.bfloat16)
+        yield compared(base, load_into_a_new_one, delta_dtype=torch.bfloat16)
 
 
 def compared(base: str, change: Change | None, **options: Any) -> tuple[str, bool]:

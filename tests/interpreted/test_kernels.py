@@ -19,13 +19,15 @@ from mechanic_plugins.kernels.triton_support import kind_of
 SHAPES = [(3, 5), (4097,), (0,), (), (17, 33), (2, 3, 4, 5)]
 
 
-def make_slots(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[ParamState]:
+def make_slots(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int, *, in_bf16: bool = False
+) -> list[ParamState]:
     generator = torch.Generator().manual_seed(seed)
     param_states = []
     for index, shape in enumerate(shapes):
         x, g, d = (torch.randn(shape, generator=generator) for _ in range(3))
         ref = x.to(dtype) if needs_reference(dtype) else None
-        delta = d if needs_reference(dtype) else d.to(dtype)
+        delta = d.bfloat16() if in_bf16 else d if needs_reference(dtype) else d.to(dtype)
         param_states.append(ParamState(x.to(dtype), None if index == 1 else g.to(dtype), delta, ref))
     return param_states
 
@@ -77,13 +79,10 @@ def test_sums_over_random_shapes(shapes: list[tuple[int, ...]], seed: int) -> No
     assert ((plain - kernel).abs() <= 30 * EPS[torch.float32] * plain.abs().max().clamp(min=1e-30)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kept", [1.0, 0.7])
-def test_move_equals_torchs(dtype: torch.dtype, kept: float) -> None:
-    """In two parts, each with its own snapshot; what the sums then take from the move is what they would read."""
-    param_states = make_slots(SHAPES, dtype, 1)
+def moved(param_states: list[ParamState], kept: float) -> tuple[list[ParamState], list[ParamState], TritonBatch]:
+    """By torch and by the kernels, in two parts, each with its own snapshot."""
     twins = copy.deepcopy(param_states)
-    scales = torch.tensor([0.1, 0.13, 1.0, kept], dtype=torch.float64)
+    scales = torch.tensor([0.1, 0.13, 1.0, kept, 1.0, 7.0], dtype=torch.float64)
     plain, kernel = ForeachBatch(param_states), pointed(TritonBatch(twins), twins)
     parts = [IndexRange(0, 2), IndexRange(2, len(SHAPES))]
     kernel.begin_moves(parts)
@@ -95,6 +94,35 @@ def test_move_equals_torchs(dtype: torch.dtype, kept: float) -> None:
                 x.add_(0.5)
             rows.move(part, xs, snapshot, scales)
         rows.finish_moves(xs_of(each))
+    return param_states, twins, kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_delta_in_bfloat16_is_rounded_as_by_torch(dtype: torch.dtype) -> None:
+    """By the same hash of place and step: but for single ones, which lie next to where it rounds the other way."""
+    plain, kernel, _ = moved(make_slots(SHAPES, dtype, 1, in_bf16=True), kept=0.7)
+    ours, theirs = (torch.cat([state.delta.flatten() for state in each]) for each in (kernel, plain))  # type: ignore[union-attr]
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    assert (ours != theirs).float().mean() < 1e-3
+    for a, b in zip(plain, kernel, strict=True):
+        torch.testing.assert_close(a.x, b.x, rtol=4 * EPS[dtype], atol=4 * EPS[dtype])
+
+
+def test_16_bit_weights_are_the_rounding_of_a_delta_in_bfloat16() -> None:
+    _, kernel, _ = moved(make_slots(SHAPES, torch.bfloat16, 1, in_bf16=True), kept=1.0)
+    for state in kernel:
+        assert state.delta is not None
+        assert state.ref is not None
+        exact = torch.addcmul(state.ref.float(), state.delta.float(), torch.tensor(0.13))
+        # the interpreter cuts bf16 off where GPUs round
+        assert ((exact - state.x.float()).abs() <= 2 * EPS[torch.bfloat16] * (1e-3 + state.x.float().abs())).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kept", [1.0, 0.7])
+def test_move_equals_torchs(dtype: torch.dtype, kept: float) -> None:
+    """What the sums then take from the move is what they would read."""
+    param_states, twins, kernel = moved(make_slots(SHAPES, dtype, 1), kept)
     for param_state, twin in zip(param_states, twins, strict=True):
         # one rounding apart: the kernel multiplies and adds at once, and the interpreter cuts bf16 off where GPUs round
         tolerance = 4 * EPS[dtype] * (1 + param_state.x.double().abs())
@@ -129,7 +157,7 @@ def test_norms_are_read_again_where_somebody_wrote_into_the_weights() -> None:
     rows, part = pointed(TritonBatch(param_states), param_states), IndexRange(0, 1)
     rows.begin_moves([part])
     snapshot = rows.snapshot(part, xs_of(param_states))
-    rows.move(part, xs_of(param_states), snapshot, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64))
+    rows.move(part, xs_of(param_states), snapshot, torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 1.0]).double())
     rows.finish_moves(xs_of(param_states))
     param_states[0].x.mul_(2)
     assert summed(pointed(rows, param_states), param_states)[2].item() == pytest.approx(

@@ -31,6 +31,17 @@ def test_fused_equals_any_base(base: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_a_delta_in_bfloat16_by_kernels_is_torchs(backend: str) -> None:
+    """Equal but for the roundings that one float32 rounding of an update turns round."""
+    plain, a = train("adamw", 10, torch.float32, backend="foreach", delta_dtype=torch.bfloat16)
+    kernel, b = train("adamw", 10, torch.float32, backend=backend, delta_dtype=torch.bfloat16)
+    assert {state[DELTA].dtype for state in b.state.values()} == {torch.bfloat16}
+    torch.testing.assert_close(a.scale, b.scale, rtol=1e-2, atol=0)
+    for x, y in zip(plain, kernel, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
 def test_a_warm_up_by_kernels_is_torchs(backend: str) -> None:
     plain, a = train("adamw", 15, torch.float32, backend="foreach", warm_up=10)
     kernel, b = train("adamw", 15, torch.float32, backend=backend, warm_up=10)

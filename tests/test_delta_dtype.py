@@ -1,0 +1,164 @@
+"""`delta_dtype=torch.bfloat16`: the sum of updates in two bytes, rounded at random."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mechanic_plugins import MechanicOptimizer, mechanize
+from mechanic_plugins.kernels.dither import dithered
+from mechanic_plugins.lion import Lion
+
+BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-2),
+    "Lion": lambda params: Lion(params, lr=1e-2),
+}
+BF16 = {"delta_dtype": torch.bfloat16}
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
+
+
+def train(net: nn.Sequential, optimizer: MechanicOptimizer, first: int, last: int) -> Tensor:
+    for step in range(first, last):
+        x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step)).to(net[0].weight.dtype)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), x[:, :2].sin()).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - step / 300)
+        optimizer.step()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+def loss_of(net: nn.Sequential) -> float:
+    x = torch.randn(512, 6, generator=torch.Generator().manual_seed(-1)).to(net[0].weight.dtype)
+    return nn.functional.mse_loss(net(x), x[:, :2].sin()).item()
+
+
+# ------------------------------------------------------------------------------------------------ the rounding
+
+
+def test_every_rounding_is_one_of_the_two_neighbours_and_right_on_average() -> None:
+    wide = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 3
+    rounds = torch.stack([dithered(wide, place=16, step=torch.tensor(float(step))) for step in range(400)])
+    assert torch.equal(rounds.bfloat16().float(), rounds)
+    down = (wide.view(torch.int32) & -0x10000).view(torch.float32)
+    gap = (((wide.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32) - down).abs()
+    assert ((rounds == down) | ((rounds - down).abs() == gap)).all()
+    share = ((rounds.mean(0) - wide) / gap).abs()  # of a gap: half of one is what rounding to the nearest may be off
+    assert share.max() < 0.12
+    assert share.mean() < 0.025
+
+
+def test_what_bfloat16_has_stays() -> None:
+    narrow = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    assert torch.equal(dithered(narrow, place=0, step=torch.tensor(3.0)), narrow)
+
+
+def test_the_noise_depends_on_the_place_and_the_step() -> None:
+    wide = torch.full((4096,), 1.0 + 2.0**-8)  # half way between two neighbours
+    one, other = (dithered(wide, place=place, step=torch.tensor(5.0)) for place in (0, 16))
+    assert torch.equal(one[16:], other[:-16])
+    later = dithered(wide, place=0, step=torch.tensor(6.0))
+    assert 0.45 < (one == later).float().mean().item() < 0.55
+    assert 0.47 < (one > 1).float().mean().item() < 0.53
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("backend", ["auto", "foreach"])
+@pytest.mark.parametrize("base", BASES)
+def test_it_trains_as_well_in_two_bytes(base: str, backend: Any) -> None:
+    losses = []
+    for options in ({}, BF16):
+        net = network()
+        optimizer = mechanize(BASES[base](net.parameters()), backend=backend, **options)
+        train(net, optimizer, 0, 300)
+        losses.append(loss_of(net))
+        kinds = {state["mechanic_delta"].dtype for state in optimizer.state.values()}
+        assert kinds == {options.get("delta_dtype", torch.float32)}
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_other_dtypes_have_it_too(dtype: torch.dtype) -> None:
+    net = network(dtype)
+    optimizer = mechanize(BASES["AdamW"](net.parameters()), **BF16)
+    before = loss_of(net)
+    train(net, optimizer, 0, 100)
+    assert loss_of(net) < 0.5 * before
+    played = optimizer._progress.tuner.played.item()
+    for p in net.parameters():
+        state = optimizer.state[p]
+        assert state["mechanic_delta"].dtype == torch.bfloat16
+        if dtype == torch.bfloat16:  # weights are what reference and delta say, or somebody has moved them
+            exact = torch.addcmul(state["mechanic_ref"].float(), state["mechanic_delta"].float(), torch.tensor(played))
+            assert torch.equal(exact.to(dtype), p.detach())
+
+
+def test_complex_weights_keep_theirs() -> None:
+    p = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    optimizer = mechanize(torch.optim.SGD([p], lr=0.1), **BF16)
+    for _ in range(4):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert optimizer.state[p]["mechanic_delta"].dtype == torch.complex64
+
+
+@pytest.mark.parametrize("copied", ["state dict", "deepcopy", "pickle"])
+@pytest.mark.parametrize("base", BASES)
+def test_a_resumed_run_is_the_same_to_the_last_bit(base: str, copied: str) -> None:
+    net = network()
+    optimizer = mechanize(BASES[base](net.parameters()), **BF16)
+    train(net, optimizer, 0, 40)
+    if copied == "state dict":
+        saved = pickle.loads(pickle.dumps((net.state_dict(), optimizer.state_dict())))
+        twin = network()
+        other = mechanize(BASES[base](twin.parameters()), **BF16)
+        twin.load_state_dict(saved[0])
+        other.load_state_dict(saved[1])
+    else:
+        both = net, optimizer
+        twin, other = copy.deepcopy(both) if copied == "deepcopy" else pickle.loads(pickle.dumps(both))
+    assert torch.equal(train(net, optimizer, 40, 80), train(twin, other, 40, 80))
+    assert {state["mechanic_delta"].dtype for state in other.state.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("wanted", [torch.bfloat16, None])
+def test_a_checkpoint_may_be_loaded_into_the_other_dtype(wanted: torch.dtype | None) -> None:
+    net = network()
+    optimizer = mechanize(BASES["AdamW"](net.parameters()), delta_dtype=None if wanted else torch.bfloat16)
+    train(net, optimizer, 0, 20)
+    deltas = [optimizer.state[p]["mechanic_delta"].to(wanted or torch.float32) for p in net.parameters()]
+    twin = network()
+    other = mechanize(BASES["AdamW"](twin.parameters()), delta_dtype=wanted)
+    twin.load_state_dict(net.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(torch.equal(other.state[p]["mechanic_delta"], d) for p, d in zip(twin.parameters(), deltas, strict=True))
+    train(twin, other, 20, 40)
+
+
+# ------------------------------------------------------------------------------------------------ the option
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16"])
+def test_configs_name_it(name: str) -> None:
+    assert mechanize(BASES["SGD"](network().parameters()), delta_dtype=name).delta_dtype == torch.bfloat16
+    assert mechanize(torch.optim.SGD, delta_dtype=name)(network().parameters()).delta_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("value", ["float8", torch.float16, 2])
+def test_others_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"delta_dtype must be None, torch.float32 or torch.bfloat16, got"):
+        mechanize(BASES["SGD"](network().parameters()), delta_dtype=value)
