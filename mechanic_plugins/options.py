@@ -55,7 +55,7 @@ class _Common(TypedDict, total=False):
     max_scale: float | None
     max_grad_norm: float | None
     total_steps: int | None
-    delta_dtype: torch.dtype | str | None
+    delta_dtype: torch.dtype | Literal["float32", "bfloat16"] | None
     group: dist.ProcessGroup | None
     sync_replicas: bool
     backend: Backend

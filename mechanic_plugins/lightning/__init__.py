@@ -118,7 +118,7 @@ class Mechanic(Callback):
         max_scale: float | None = None,
         max_grad_norm: float | None = None,
         total_steps: int | None = None,
-        delta_dtype: torch.dtype | str | None = None,
+        delta_dtype: torch.dtype | Literal["float32", "bfloat16"] | None = None,
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",

@@ -11,7 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -66,7 +66,7 @@ class Wrapper(Delegate):
         backend: Backend = "auto",
         max_grad_norm: float | None = None,
         total_steps: int | None = None,
-        delta_dtype: torch.dtype | str | None = None,
+        delta_dtype: torch.dtype | Literal["float32", "bfloat16"] | None = None,
     ) -> None:
         known_bases.check_supported(base)
         check_backend(backend)

@@ -390,7 +390,7 @@ def test_every_option_reaches_the_optimizer() -> None:
     other: dict[str, Any] = {"betas": (0.5,), "s_init": 0.1, "first_move": 0.1, "s_decay": 0.1, "eps": 0.1}
     other |= {"rule": "paper", "preset": "paper", "normalize_lr": False, "smoothing": 0.1, "hindsight": 0.1}
     other |= {"own_warmup": False, "scope": "group", "max_scale": 3.0, "group": object(), "sync_replicas": True}
-    other |= {"backend": "foreach", "max_grad_norm": 2.0, "total_steps": 50}
+    other |= {"backend": "foreach", "max_grad_norm": 2.0, "total_steps": 50, "delta_dtype": torch.bfloat16}
     assert Mechanic(**other).options == other
     assert other.keys() == Options.__annotations__.keys()
 

@@ -44,8 +44,9 @@ def test_optim_args_are_split() -> None:
     assert rest == {"eps": "1e-6", "amsgrad": "true"}
     assert split_optim_args(None) == ({}, {})
     text = "normalize_lr=False,sync_replicas=true,scope=group,rule=theory,preset=paper,max_scale=3,backend=foreach"
-    flags, _ = split_optim_args(text)
+    flags, _ = split_optim_args(text + ",delta_dtype=bfloat16")
     assert flags == {
+        "delta_dtype": "bfloat16",
         "normalize_lr": False,
         "sync_replicas": True,
         "scope": "group",
