@@ -17,10 +17,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import IndexRange
-from mechanic_plugins.passes.plan import Closure, Decision, Entry, ParamBatch, Plan
+from mechanic_plugins.passes.plan import Closure, Decision, Entry, ParamBatch, Plan, clip
 from mechanic_plugins.passes.twins import in_the_place_of, synchronized
 
-__all__ = ["AnyBasePlan", "skipping"]
+__all__ = ["AnyBasePlan", "at_lrs", "skipping"]
 
 SNAPSHOT_BYTES = 256 * 2**20
 """The most that a snapshot holds at once, if no single parameter is larger."""
@@ -96,7 +96,7 @@ class AnyBasePlan(Plan):
         inside = self._clip(decision.clip)
         for batch in self.batches:
             batch.begin_moves([part for chunk in chunks for other, part in chunk.parts if other is batch])
-        with _at_unit_lr(self.base, unit), skipping(self.base, decision), _clipping(self.base, inside):
+        with at_lrs(self.base, self._lrs(unit)), skipping(self.base, decision), _clipping(self.base, inside):
             if len(chunks) == 1:
                 result = self._apply_one(chunks[0], started, scales, closure)
             else:  # torch's own bases do nothing with a closure but to return its loss, which the caller has
@@ -107,15 +107,18 @@ class AnyBasePlan(Plan):
             batch.finish_moves()
         return result
 
+    def _lrs(self, unit: float) -> Sequence[Any]:
+        """For an update of order 1, which keeps its digits when read off the weights."""
+        return () if unit == 1.0 else [group["lr"] / unit for group in self.base.param_groups]
+
     def _clip(self, factor: Tensor | None) -> float | None:
         """Multiplies the gradients, or returns the factor where the base's kernel does so while it reads them."""
         if factor is None:
             return None
-        known = factor.item() if factor.device.type == "cpu" else factor
-        if isinstance(known, float) and known < 1 and self._fuses_on_cpu() and self._is_in_float32():
-            return known
+        if factor.device.type == "cpu" and factor < 1 and self._fuses_on_cpu() and self._is_in_float32():
+            return factor.item()
         for batch in self.batches:
-            batch.clip_gradients(known)
+            clip(batch.grads(), factor)
         return None
 
     def _is_in_float32(self) -> bool:
@@ -169,18 +172,16 @@ def _only(chunk: Chunk, base: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _at_unit_lr(base: Optimizer, unit: float) -> Iterator[None]:
-    """Steps the base at lr / unit: its update is then of order 1 and keeps its digits when read off the weights."""
-    if unit == 1.0:
-        yield
-        return
-    lrs = [group["lr"] for group in base.param_groups]
+def at_lrs(base: Optimizer, lrs: Sequence[Any]) -> Iterator[None]:
+    """Has the base step at other learning rates than its param groups'; none given leaves them."""
+    groups = base.param_groups[: len(lrs)]
+    before = [group["lr"] for group in groups]
     try:
-        for group, lr in zip(base.param_groups, lrs, strict=True):
-            group["lr"] = lr / unit
+        for group, lr in zip(groups, lrs, strict=True):
+            group["lr"] = lr
         yield
     finally:
-        for group, lr in zip(base.param_groups, lrs, strict=True):
+        for group, lr in zip(groups, before, strict=True):
             group["lr"] = lr
 
 

@@ -21,7 +21,7 @@ from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, l
 from mechanic_plugins.kernels.foreach import ForeachBatch
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 
-__all__ = ["Closure", "Decision", "Entry", "Group", "ParamBatch", "Plan", "complete", "conform", "zeros_like"]
+__all__ = ["Closure", "Decision", "Entry", "Group", "ParamBatch", "Plan", "clip", "complete", "conform", "zeros_like"]
 
 Closure = Callable[[], Any]
 Group = dict[str, Any]
@@ -139,22 +139,6 @@ class ParamBatch:
             penalty=known_bases.l2_penalty(self.base, self.group),
         )
 
-    def clip_gradients(self, factor: float | Tensor) -> None:
-        """Multiplies them in place, as torch.nn.utils.clip_grad_norm_ does."""
-        grads = [grad for grad in self.grads() if grad is not None]
-        if isinstance(factor, Tensor):
-            self._clip_on_device(grads, factor.to(self.device))
-        elif grads and factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-
-    def _clip_on_device(self, grads: Sequence[Tensor], factor: Tensor) -> None:
-        wide = [grad for grad in grads if not needs_reference(grad.dtype)]
-        if wide:
-            torch._foreach_mul_(wide, factor.to(wide[0].dtype))
-        for grad in grads:
-            if needs_reference(grad.dtype):  # torch would round the factor to 16 bits first
-                grad.copy_(grad.float().mul_(factor))
-
     @property
     def sizes(self) -> list[int]:
         """For each parameter the bytes that a snapshot of it holds."""
@@ -204,6 +188,20 @@ class ParamBatch:
                 p = self.params[index]
                 complete(self.base, p, old, self.delta_dtype)
                 rows.deltas[index], rows.refs[index] = (local(self.base.state[p].get(name)) for name in (DELTA, REF))
+
+
+def clip(grads: Sequence[Tensor | None], factor: Tensor) -> None:
+    """Multiplies gradients of one device in place, as torch.nn.utils.clip_grad_norm_ does."""
+    present = [grad for grad in grads if grad is not None]
+    if not present or (factor.device.type == "cpu" and factor == 1):
+        return
+    if factor.device.type == "cpu":
+        torch._foreach_mul_(present, factor.item())
+    elif len({grad.dtype for grad in present}) == 1 and not needs_reference(present[0].dtype):
+        torch._foreach_mul_(present, factor.to(present[0].device, present[0].dtype))
+    else:  # torch would round the factor to 16 bits first
+        for grad in present:
+            grad.copy_(grad.to(torch.promote_types(grad.dtype, torch.float32)).mul_(factor.to(grad.device)))
 
 
 def complete(base: Optimizer, p: Tensor, old: Tensor, wanted: torch.dtype | None) -> None:

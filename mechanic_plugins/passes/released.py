@@ -5,8 +5,8 @@ Nothing of Mechanic's is kept beside the base's state, and the only pass over me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from mechanic_plugins.core.param_state import needs_reference
 from mechanic_plugins.core.tuner_state import SUMS, empty_sums, gradient_count, sums_of
 from mechanic_plugins.distributed.sharding import align_gradients, local
-from mechanic_plugins.passes.any_base import skipping
-from mechanic_plugins.passes.plan import Closure, Decision, Group, Plan
+from mechanic_plugins.passes.any_base import at_lrs, skipping
+from mechanic_plugins.passes.plan import Closure, Decision, Plan, clip
 
 __all__ = ["ReleasedPlan"]
 
@@ -37,47 +37,30 @@ class ReleasedPlan(Plan):
         return self._state is self.base.state and list(map(id, self._groups)) == list(map(id, self.base.param_groups))
 
     def sums(self, *, tuners: int, device: torch.device) -> Tensor:
+        """Of the gradients alone: nothing else is asked of a scale that stays."""
         out = empty_sums(tuners, device)
         for group, index in zip(self._groups, self._tuner_indices, strict=True):
             params = [p for p in group["params"] if p.grad is not None]
-            align_gradients(params)
             if params:
-                norms = torch.stack([norm.double().to(device) for norm in _norms(params)])
-                weights = [self._weights.get(id(p), 1.0) for p in params]
-                sums_of(out, index)[_GG] += (norms**2 * torch.tensor(weights, dtype=torch.float64).to(device)).sum()
+                sums_of(out, index)[_GG] += self._square(params).to(device)
                 gradient_count(out).add_(len(params))
         return out
+
+    def _square(self, params: Sequence[Tensor]) -> Tensor:
+        """Of this rank's share of the gradients' norm."""
+        align_gradients(params)
+        grads = [local(p.grad) for p in params]
+        norms = torch._foreach_norm([grad.float() if needs_reference(grad.dtype) else grad for grad in grads])
+        torch._foreach_mul_(norms, [math.sqrt(self._weights.get(id(p), 1.0)) for p in params])
+        return torch.stack([norm.double() for norm in norms]).square().sum()
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
         if not self._scales:
             self._scales = (decision.after / unit).tolist()  # waits for the device, once
         if decision.clip is not None:
-            _clip([p for group in self._groups for p in group["params"]], decision.clip)
-        scales = [self._scales[index] for index in self._tuner_indices]
-        with _at_scaled_lr(self._groups, scales), skipping(self.base, decision):
+            for group in self._groups:
+                for p in group["params"]:
+                    clip([local(p.grad)], decision.clip)
+        lrs = [group["lr"] * self._scales[i] for group, i in zip(self._groups, self._tuner_indices, strict=True)]
+        with at_lrs(self.base, lrs), skipping(self.base, decision):
             return self.base.step() if closure is None else self.base.step(closure)
-
-
-def _norms(params: Sequence[Tensor]) -> Sequence[Tensor]:
-    grads = [local(p.grad) for p in params]
-    wide = [grad.float() if needs_reference(grad.dtype) else grad for grad in grads]
-    return torch._foreach_norm(wide)
-
-
-def _clip(params: Sequence[Tensor], factor: Tensor) -> None:
-    for p in params:
-        if p.grad is not None:
-            grad = local(p.grad)
-            grad.copy_(grad * factor.to(grad.device, torch.float32 if needs_reference(grad.dtype) else grad.dtype))
-
-
-@contextmanager
-def _at_scaled_lr(groups: Sequence[Group], scales: Sequence[float]) -> Iterator[None]:
-    lrs = [group["lr"] for group in groups]
-    try:
-        for group, lr, scale in zip(groups, lrs, scales, strict=True):
-            group["lr"] = lr * scale
-        yield
-    finally:
-        for group, lr in zip(groups, lrs, strict=True):
-            group["lr"] = lr

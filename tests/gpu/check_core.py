@@ -39,6 +39,15 @@ def make_net(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(*layers).to(DEVICE, dtype)
 
 
+def three_params() -> list[nn.Parameter]:
+    """With gradients of zero that have their place, as a CUDA graph wants them."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((64, 33), (7,), (128, 128))]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    return params
+
+
 def train(build: Build, *, dtype: torch.dtype = torch.float32, sync_free: bool = False, **options: Any) -> Any:
     net = make_net(dtype)
     optimizer = mechanize(build(net.parameters()), s_init=1e-4, s_decay=0.01, **options)  # all five sums count
@@ -160,11 +169,7 @@ def check_clipping_in_a_graph() -> Iterator[tuple[str, bool]]:
     """Replays clip by the norm of their own gradients, and `grad_norm` follows them."""
     ends, norms = [], []
     for capture in (False, True):
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((64, 33), (7,), (128, 128))]
-        for p in params:
-            p.grad = torch.zeros_like(p)
-        lr = torch.tensor(1e-2, device=DEVICE)
+        params, lr = three_params(), torch.tensor(1e-2, device=DEVICE)
         base = torch.optim.AdamW(params, lr=lr, fused=True, capturable=True)
         optimizer, graph = mechanize(base, s_init=1e-3, max_grad_norm=100.0), torch.cuda.CUDAGraph()
         for step in range(20):
@@ -243,11 +248,7 @@ def check_graph() -> Iterator[tuple[str, bool]]:
     """A captured step, replayed, ends where uncaptured ones do."""
     results = []
     for capture in (False, True):
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((64, 33), (7,), (128, 128))]
-        for p in params:
-            p.grad = torch.zeros_like(p)
-        lr = torch.tensor(1e-2, device=DEVICE)
+        params, lr = three_params(), torch.tensor(1e-2, device=DEVICE)
         optimizer = mechanize(torch.optim.AdamW(params, lr=lr, fused=True, capturable=True), s_init=1e-3)
         graph = torch.cuda.CUDAGraph()
         for step in range(30):

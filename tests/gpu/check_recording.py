@@ -13,30 +13,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from check_core import BASES, DEVICE, make_net, three_params
 from torch import Tensor, nn
 
 from mechanic_plugins import MechanicOptimizer, mechanize
-from mechanic_plugins.lion import Lion
 
-DEVICE = torch.device("cuda")
 STEPS, CHANGE = 40, 20
 Change = Callable[["Run"], None]
-
-BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True, weight_decay=0.1),
-    "adam": lambda params: torch.optim.Adam(params, lr=1e-3, fused=True, weight_decay=0.01),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, fused=True, momentum=0.9, nesterov=True),
-    "lion": lambda params: Lion(params, lr=1e-3, weight_decay=0.1),
-}
 
 
 class Run:
     """A network that is trained on noise, with something that happens in mid-run."""
 
     def __init__(self, base: str, *, recorded: bool, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        torch.manual_seed(0)
-        layers = [nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)]
-        self.net = nn.Sequential(*layers).to(DEVICE, dtype)
+        self.net = make_net(dtype)
         self.spare = nn.Parameter(torch.ones(33, 5, device=DEVICE, dtype=dtype))
         groups = [{"params": list(self.net[:3].parameters())}, {"params": list(self.net[3:].parameters())}]
         self.recorded, self.options = recorded, options
@@ -218,10 +208,7 @@ def check_users_graph() -> Iterator[tuple[str, bool]]:
     """Somebody captures a step of their own, replays it, and goes on without."""
     ends = []
     for recorded in (False, True):
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((64, 33), (7,), (128, 128))]
-        for p in params:
-            p.grad = torch.zeros_like(p)
+        params = three_params()
         optimizer = mechanize(torch.optim.AdamW(params, lr=1e-2, fused=True, capturable=True))
         optimizer._recorder._can_record = recorded
         graph = torch.cuda.CUDAGraph()
