@@ -183,12 +183,12 @@ class Part:
         self.kept = self.kept_of_Delta(before, self.played)
 
     def find_s_init(self, measured: float, gg: float, growth: float) -> None:
-        """By the first update; the optimistic rule waits for two, and for a later one that is longer on average."""
+        """By the first update; the optimistic rule waits for two, and for later ones of more than twice the length."""
         if not self.is_optimistic:
             self.tuner.s_init = self.tuner.s_init or measured
             return
         if self.tuner.s_init > 0:  # of one update: Delta holds all but the first two
-            self.tuner.s_init = min(self.tuner.s_init, measured * max(self.gradients - 2, 1))
+            self.tuner.s_init = min(self.tuner.s_init, 2 * measured * max(self.gradients - 2, 1))
         elif self.gradients >= 2 and gg > 0:
             self.tuner.s_init = measured * self.gradients / growth
 

@@ -150,7 +150,9 @@ def test_the_optimistic_rule_waits_for_a_second_gradient_and_for_longer_updates(
     assert states[2].s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 1.0)  # two updates, of length 2 together
     longer = [*STEPS[:3], (1.0, 2.0, 9.0, 1.5, 36.0)]  # without those two one is left, of length 6
     lowered = play(Settings(), [sums(row) for row in longer])[-1]
-    assert lowered.s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 6.0)
+    assert lowered.s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / (6.0 / 2))
+    hardly_longer = [*STEPS[:3], (1.0, 2.0, 9.0, 1.5, 3.9)]
+    assert play(Settings(), [sums(row) for row in hardly_longer])[-1].s_init.item() == states[2].s_init.item()
 
 
 def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> None:

@@ -54,7 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 FOR_GROWING_STEPS: dict[str, Any] = {"first_move": 5e-4, "hindsight": 0.3}
 """The defaults for a base whose steps grow with the gradient: at too large a scale it diverges within a few steps."""
 WAY_OF_A_RUN = 1.2
-LONGEST_FIRST_MOVE = 1.2e-2
+LONGEST_FIRST_MOVE = 8e-3
 """In a run that is known to be short, as many first moves as it has steps make up the first number, up to the second:
 from the default the scale would still be rising when a LoRA of 75 steps ends."""
 LEFT_OPEN = tuple(PRESETS["0.1"])

@@ -47,6 +47,7 @@ from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import Sums, TunerState, clipped, gradient_count, keep_where
 
 __all__ = [
+    "GROWTH",
     "OUTLIER",
     "START",
     "WINDOW",
@@ -62,6 +63,8 @@ __all__ = [
 
 START = 2
 """The optimistic rule: how many gradients come before the first bet."""
+GROWTH = 2.0
+"""The optimistic rule: updates that are up to that much longer than the first ones leave the first bet as it is."""
 WINDOW = 8
 """The optimistic rule smooths over an eighth of the steps so far, until `smoothing` limits it."""
 OUTLIER = 100.0
@@ -241,7 +244,7 @@ def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
     """A number is what the settings say; "auto" makes the first move the share `first_move` of the weights' norm.
 
     1 is added to the norm for weights that start at 0. The optimistic rule waits for a second gradient, expects the
-    next update to be longer if the gradient is, and lowers the scale when updates turn out longer than at first.
+    next update to be longer if the gradient is, and lowers the scale when updates turn out much longer than at first.
     """
     if settings.s_init != "auto":
         return torch.full_like(state.s_init, settings.s_init)
@@ -250,7 +253,7 @@ def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
         return torch.where(state.s_init > 0, state.s_init, torch.where(sums.dd > 0, measured, 0.0))
     # of one update: delta holds as many as there were gradients, and the first few no more after the first bet
     first = measured * state.gradients / (sums.gg.sqrt() / state.longest).clamp(min=1.0)
-    later = measured * (state.gradients - START).clamp(min=1)
+    later = GROWTH * measured * (state.gradients - START).clamp(min=1)
     may_start = (state.gradients >= START) & (sums.dd > 0) & (sums.gg > 0)
     return torch.where(
         state.s_init > 0,

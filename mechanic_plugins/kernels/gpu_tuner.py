@@ -117,6 +117,7 @@ def _variant(settings: Settings) -> dict[str, Any]:
         "RECENT": rules.recent_bettor(settings.betas) if settings.steps_grow else -1,
         "RELATIVE_EPS": rules.RELATIVE_EPS,
         "START": tuner.START,
+        "GROWTH": tuner.GROWTH,
         "WINDOW": tuner.WINDOW,
         "OUTLIER": tuner.OUTLIER,
     }

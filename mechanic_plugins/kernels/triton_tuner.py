@@ -12,7 +12,7 @@ def tuner_kernel(
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
     HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
     LOSS_WEIGHT: tl.constexpr, USUAL_LOSS: tl.constexpr, RECENT: tl.constexpr, RELATIVE_EPS: tl.constexpr,
-    START: tl.constexpr, WINDOW: tl.constexpr, OUTLIER: tl.constexpr,
+    START: tl.constexpr, GROWTH: tl.constexpr, WINDOW: tl.constexpr, OUTLIER: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`rescale_to_lr` and `advance` of `mechanic_plugins.core.tuner`, a tuner a program, and whether the step is made.
@@ -104,7 +104,8 @@ def tuner_kernel(
             growth = tl.where(longest > 0, norm / tl.where(longest > 0, longest, 1.0), float("inf"))
             first = measured * count / tl.maximum(growth, 1.0)
             first = tl.where((count >= START) & (dd > 0) & (gg > 0), first, 0.0)
-            lowered = tl.where(dd > 0, tl.minimum(s_init, measured * tl.maximum(count - START, 1.0)), s_init)
+            later = GROWTH * measured * tl.maximum(count - START, 1.0)
+            lowered = tl.where(dd > 0, tl.minimum(s_init, later), s_init)
             new_init = tl.where(s_init > 0, lowered, first)
         else:
             new_init = tl.where(s_init > 0, s_init, tl.where(dd > 0, measured, 0.0))

@@ -29,8 +29,8 @@ BASES: dict[str, Build] = {
     "sgd nesterov": lambda params: torch.optim.SGD(params, lr=0.1, fused=True, momentum=0.9, nesterov=True),
     "lion": lambda params: Lion(params, lr=1e-3, weight_decay=0.1),
 }
-# float32: rounding, grown over the steps. Lion's sign turns a rounding into a whole step where a momentum is near 0.
-TOLERANCE = {"lion": 1e-2}
+LION_STEPS = 8
+"""Lion's sign turns a rounding into a whole step where a momentum is near 0. Later every weight is a little apart."""
 
 
 def make_net(dtype: torch.dtype) -> nn.Sequential:
@@ -48,12 +48,19 @@ def three_params() -> list[nn.Parameter]:
     return params
 
 
-def train(build: Build, *, dtype: torch.dtype = torch.float32, sync_free: bool = False, **options: Any) -> Any:
+def train(
+    build: Build,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sync_free: bool = False,
+    steps: int = STEPS,
+    **options: Any,
+) -> Any:
     net = make_net(dtype)
     optimizer = mechanize(build(net.parameters()), s_init=1e-4, s_decay=0.01, **options)  # all five sums count
     lrs = [group["lr"] for group in optimizer.param_groups]
     generator = torch.Generator(DEVICE).manual_seed(1)
-    for step in range(STEPS):
+    for step in range(steps):
         x = torch.randn(128, 64, device=DEVICE, generator=generator).to(dtype)
         loss = nn.functional.cross_entropy(net(x).float(), x[:, :10].argmax(1))
         optimizer.zero_grad()
@@ -82,17 +89,23 @@ def _anything_goes() -> Iterator[None]:
 def check_paths() -> Iterator[tuple[str, bool]]:
     """The paths end at the same weights, and neither waits for the device where the base can be told there."""
     for name, build in BASES.items():
-        expected, _ = train(build, backend="foreach")
+        steps = LION_STEPS if name == "lion" else STEPS
+        expected, _ = train(build, backend="foreach", steps=steps)
         for backend in ("triton", "fused"):
             sync_free = backend == "fused" or name != "lion"
-            weights, optimizer = train(build, backend=backend, sync_free=sync_free)
-            distance = ((weights - expected).norm() / expected.norm()).item()
+            weights, optimizer = train(build, backend=backend, sync_free=sync_free, steps=steps)
             said = "no synchronisation" if sync_free else "waits once a step"
             assert optimizer._fused == (backend == "fused")
-            yield (
-                f"{name}, {backend}: {distance:.1e} from torch operations, {said}",
-                distance < TOLERANCE.get(name, 1e-5),
-            )
+            if name == "lion":
+                apart = share_apart(weights, expected)
+                yield f"lion, {backend}: {apart:.1e} of the weights apart after {steps} steps, {said}", apart < 1e-2
+                continue
+            distance = ((weights - expected).norm() / expected.norm()).item()
+            yield f"{name}, {backend}: {distance:.1e} from torch operations, {said}", distance < 1e-5
+
+
+def share_apart(weights: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((weights - expected).abs() > 1e-6).double().mean().item()
 
 
 def train_clipped(build: Build, *, by_hand: bool, **options: Any) -> Any:
@@ -136,9 +149,11 @@ def check_clipping() -> Iterator[tuple[str, bool]]:
                 f"clipping, {name}, {backend}: weights {distance:.1e}, norms {off:.1e} from clip_grad_norm_",
                 some_are_clipped and distance < 1e-5 and off < 1e-5,
             )
-    ends = [train_clipped(BASES["lion"], by_hand=by_hand, backend="fused", steps=8)[0] for by_hand in (True, False)]
-    apart = ((ends[0] - ends[1]).abs() > 1e-6).double().mean().item()
-    yield f"clipping, lion, fused: {apart:.1e} of the weights apart from clip_grad_norm_ after 8 steps", apart < 1e-2
+    by_hand, by_itself = (
+        train_clipped(BASES["lion"], by_hand=by_hand, backend="fused", steps=LION_STEPS)[0] for by_hand in (True, False)
+    )
+    apart = share_apart(by_hand, by_itself)
+    yield f"clipping, lion, fused: {apart:.1e} of the weights apart after {LION_STEPS} steps", apart < 1e-2
     for backend in ("triton", "fused"):
         ends = [
             train_clipped(BASES["adamw"], by_hand=by_hand, backend=backend, dtype=torch.bfloat16)[0]
