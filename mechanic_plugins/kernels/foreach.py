@@ -24,7 +24,6 @@ __all__ = ["ForeachBatch", "local_sums", "move"]
 _CHUNK = {"cpu": 1 << 18}
 """Elements that are summed in float32 before float64 takes over. A CPU's sums are off by about 1e-7 then; GPUs add in
 trees, and have few launches to give."""
-_OTHER_CHUNK = 1 << 26
 _ROW = 1 << 26
 """Elements of small tensors that a GPU handles together, in copies: one by one it would wait for the host."""
 _DOTS = 5
@@ -85,7 +84,7 @@ class ForeachBatch:
         if self._device.type == "cpu":
             return [x.clone() for x in xs]
         copies = [torch.empty_like(x) for x in xs]
-        torch._foreach_copy_(copies, [x.detach() for x in xs])
+        torch._foreach_copy_(copies, list(xs))
         return copies
 
     def restore(self, part: IndexRange, xs: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
@@ -148,7 +147,7 @@ def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype
     )
     assert x is not None
     wide = torch.promote_types(x.dtype, at_least)
-    chunk = _CHUNK.get(x.device.type, _OTHER_CHUNK)
+    chunk = _CHUNK.get(x.device.type, _ROW)
     zero = x.new_zeros((), dtype=wide) if g is None or d is None else x
     for at in range(0, max(x.numel(), 1), chunk):
         here = slice(at, at + chunk)
@@ -166,15 +165,12 @@ def _in_rows(param_states: Sequence[ParamState]) -> Iterator[ParamState]:
     whole = [state for state in param_states if state.grad is not None and state.delta is not None]
     yield from (state for state in param_states if state.grad is None or state.delta is None)
     for here in _parts([state.x.numel() for state in whole]):
-        yield _joined(whole[here])
-
-
-def _joined(param_states: Sequence[ParamState]) -> ParamState:
-    if len(param_states) == 1:
-        return param_states[0]
-    columns = zip(*(state[:3] for state in param_states), strict=True)
-    x, grad, delta = (_flatten_dense_tensors([_real(t) for t in tensors]) for tensors in columns)  # type: ignore[no-untyped-call]
-    return ParamState(x, grad, delta, None)
+        if here.stop - here.start == 1:
+            yield whole[here.start]
+            continue
+        columns = zip(*(state[:3] for state in whole[here]), strict=True)
+        x, grad, delta = (_flatten_dense_tensors(_reals(tensors)) for tensors in columns)  # type: ignore[no-untyped-call]
+        yield ParamState(x, grad, delta, None)
 
 
 def _waits_for_host(device: torch.device) -> bool:
@@ -185,6 +181,11 @@ def _waits_for_host(device: torch.device) -> bool:
 def _real(t: Tensor) -> Tensor:
     """Complex parameters are pairs of real ones."""
     return torch.view_as_real(t) if t.is_complex() else t
+
+
+def _reals(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of tensors that are all complex, or none."""
+    return [torch.view_as_real(t) for t in tensors] if tensors and tensors[0].is_complex() else list(tensors)
 
 
 def move(
@@ -222,8 +223,7 @@ def _move_by_difference(
     param_states: Sequence[ParamState], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, kept: Tensor
 ) -> None:
     """Here `before` is the scale for the new delta that the weights were made at."""
-    xs, deltas = [_real(s.x) for s in param_states], [_real(_delta(s)) for s in param_states]
-    olds = [_real(old) for old in olds]
+    xs, deltas, olds = map(_reals, ([s.x for s in param_states], [_delta(s) for s in param_states], olds))
     # before * u + (after - before) * delta, the new one: the whole move, small beside x, so that x is rounded once
     if not _waits_for_host(xs[0].device):
         factor, scale, share = before.item(), after.item(), kept.item()

@@ -183,6 +183,8 @@ class ParamBatch:
 
     def _complete(self, rows: ForeachBatch, part: IndexRange, olds: Sequence[Tensor]) -> None:
         """Makes deltas. Never before the base has its state: bases take an empty one for a new parameter."""
+        if self._is_complete:
+            return
         for index, old in zip(range(part.first, part.last), olds, strict=True):
             if any(tensor is None for tensor in self.watched[index].values()):
                 p = self.params[index]

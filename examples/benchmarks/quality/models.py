@@ -99,13 +99,23 @@ class _Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model of bytes."""
+    """A language model of bytes; a larger vocabulary than theirs is never used up."""
 
-    def __init__(self, *, width: int, layers: int, length: int, tied: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        width: int,
+        layers: int,
+        length: int,
+        heads: int | None = None,
+        vocabulary: int = 256,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(_Block(width, max(1, width // 32), causal=True) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        heads = heads or max(1, width // 32)
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(_Block(width, heads, causal=True) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
         for p in self.parameters():

@@ -23,6 +23,11 @@ _GPT: dict[Size, tuple[dict[str, int], int]] = {
     "gpu": ({"width": 384, "layers": 6, "length": 256}, 64),
 }
 """Shapes and batches; the largest has 10.7 million parameters."""
+_GPT2: dict[Size, tuple[dict[str, int], int]] = {
+    "smoke": ({"width": 16, "layers": 1, "length": 16, "heads": 2, "vocabulary": 300, "tied": True}, 4),
+    "gpu": ({"width": 768, "layers": 12, "length": 512, "heads": 12, "vocabulary": 50257, "tied": True}, 32),
+}
+"""GPT-2 with its 124 million parameters, though bytes use 256 of its tokens."""
 
 
 def rows_of_texts(size: Size, folder: Path | None, encoder: str | None, cache: Path) -> Iterator[Problem]:
@@ -33,6 +38,7 @@ def rows_of_texts(size: Size, folder: Path | None, encoder: str | None, cache: P
         yield from _warmup_rows(size, folder, cache)
     if size != "cpu":
         yield from _gpt_rows(size, folder)
+        yield _gpt2_row(size, folder)
         yield from _tuning_rows(size, folder, cache)
     if size == "cpu" and folder is not None and encoder is not None:
         yield from _encoder_rows(folder, encoder)
@@ -145,6 +151,15 @@ def _gpt_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
         yield Problem(
             f"GPT, {base}, {steps} steps", "GPT", base, lrs, count, build, clip=1.0, weight_decay=decay, bf16=True
         )
+
+
+def _gpt2_row(size: Size, folder: Path | None) -> Problem:
+    shape, batch = _GPT2[size]
+    build = functools.partial(_language, folder, "enwik8_10mb", shape, batch)
+    return Problem(
+        "GPT-2, adamw, 1500 steps", "GPT-2", "adamw", half_decades(3e-4, 3e-3), 40 if size == "smoke" else 1500, build,
+        clip=1.0, weight_decay=0.1, bf16=True,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ tuning
