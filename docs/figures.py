@@ -18,12 +18,13 @@ QUALITY = HERE.parent / "examples" / "benchmarks" / "quality"
 COST = HERE / "data" / "step_cost_h200.jsonl"
 COLORS = {
     "mechanic": "crimson",
+    "AdamW at 1e-3, untuned": "black",
     "mechanic_pytorch": "tab:orange",
     "prodigy": "tab:blue",
     "d-adaptation": "tab:green",
     "schedule-free, lr 0.0025": "tab:purple",
 }
-CLIPPED = 1.6
+SHOWN = 15.0
 PATHS = {
     "mechanic, fused": ("Mechanic, fused path", "crimson"),
     "mechanic, triton": ("Mechanic around any base", "tab:orange"),
@@ -31,33 +32,42 @@ PATHS = {
 
 
 def quality_by_family() -> Figure:
-    """Each method's training loss over that of the best learning rate of a sweep, by family."""
+    """How far each method ends from the best learning rate of a sweep, by validation."""
     sys.path.insert(0, str(QUALITY))
-    from report import Results, geometric_mean
+    from results import Results, summary
 
-    records = map(json.loads, (QUALITY / "results" / "quality.jsonl").read_text().splitlines())
-    results = Results(records)
-    families = results.families()
+    results = Results(map(json.loads, (QUALITY / "results" / "quality.jsonl").read_text().splitlines()))
+    groups = {
+        group: problems
+        for group, problems in results.groups().items()
+        if all(results.of(problem, "mechanic") for problem in problems)
+    }
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     axes = figure.subplots()
-    for place, problems in enumerate(families.values()):
+    drawn = set()
+    for place, (group, problems) in enumerate(groups.items()):
         for method, color in COLORS.items():
-            found = [r for problem in problems if (r := results.ratio(problem, method)) is not None]
-            if found:
-                mean = geometric_mean(found)
-                marker = ">" if mean > CLIPPED else "*" if method == "mechanic" else "o"
-                size = 170 if method == "mechanic" else 45
-                axes.scatter(min(mean, CLIPPED), place, color=color, marker=marker, s=size, zorder=3)
+            scores = [results.score(problem, method, results.measure(problem)) for problem in problems]
+            if None in scores:
+                continue
+            drawn.add(method)
+            mean = summary(scores, is_error=group.is_error)
+            above = mean if group.is_error else 100 * (mean - 1)
+            marker = ">" if above > SHOWN else "*" if method == "mechanic" else "o"
+            size = 170 if method == "mechanic" else 45
+            axes.scatter(min(above, SHOWN), place, color=color, marker=marker, s=size, zorder=3)
     for method, color in COLORS.items():
-        label = "Mechanic, default of version 0.1" if method == "mechanic" else method
-        axes.scatter([], [], color=color, marker="*" if method == "mechanic" else "o", label=label)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(families)), [f"{family}, {base} ({len(p)})" for (family, base), p in families.items()])
+        if method in drawn:
+            axes.scatter([], [], color=color, marker="*" if method == "mechanic" else "o", label=method)
+    axes.axvline(0, color="black", linewidth=1)
+    kinds = {True: ", error", False: ""}
+    labels = [f"{group.family}, {group.base} ({len(p)}{kinds[group.is_error]})" for group, p in groups.items()]
+    axes.set_yticks(range(len(groups)), labels)
     axes.invert_yaxis()
-    axes.set(xlabel="final training loss / best of a sweep (left is better; an arrow points beyond the axis)")
-    axes.set_title("Quality by family, in brackets the number of problems")
+    axes.set(xlabel="above the best of a sweep: losses in per cent, errors in points (an arrow points beyond the axis)")
+    axes.set_title("Validation by family, in brackets the number of problems")
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.14))
+    axes.legend(loc="upper right")
     return figure
 
 

@@ -45,6 +45,7 @@ class Tuner:
         self.eps = eps
         self.loss_weight = 1.0  # optimistic only: set before each step
         self.steps_grow = False  # optimistic only: with the gradient, as those of SGD
+        self.least_weight = 0.1  # optimistic only: of a loss, at the peak of the schedule
         self.r: Vector = np.zeros(self.n)
         self.m: Vector = np.zeros(self.n)
         self.v: Vector = np.zeros(self.n)
@@ -127,6 +128,7 @@ class Part:
         tuner: Tuner,
         *,
         first_move: float | None,
+        haste: float,
         smoothing: float,
         max_scale: float,
         hindsight: float,
@@ -135,6 +137,7 @@ class Part:
         self.indices = indices
         self.tuner = tuner
         self.first_move = first_move
+        self.haste = haste  # optimistic only: how little the scale is smoothed at first
         self.smoothing = smoothing
         self.max_scale = max_scale
         self.hindsight = hindsight
@@ -169,7 +172,7 @@ class Part:
         self.gradients += gg > 0 and lr > 0
         if self.is_optimistic:
             share = lr / self.highest_lr if self.highest_lr > 0 else 1.0
-            self.tuner.loss_weight = 1 - 0.9 * share ** (1 / 3)
+            self.tuner.loss_weight = 1 - (1 - self.tuner.least_weight) * share ** (1 / 3)
         decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
         self.h = dg + decay
         if self.is_optimistic:
@@ -226,8 +229,8 @@ class Part:
     def smoothed(self, S: float) -> float:
         """The log-average of the scales played so far and S; an S of 0 makes it 0, and the next S starts anew."""
         c = self.smoothing
-        if self.is_optimistic:  # a window of an eighth of the run so far, up to what the constant means
-            c = min(c, self.gradients / (self.gradients + 8))
+        if self.is_optimistic:  # a window of all steps so far or more, up to what the constant means
+            c = min(c, self.gradients / (self.gradients + self.haste))
         if c == 0 or S == 0 or self.played == 0:
             return S
         return math.exp(c * math.log(self.played) + (1 - c) * math.log(S))
@@ -273,7 +276,7 @@ class Reference:
         self.s_decay = s_decay
         is_ours = rule == "optimistic"
         smoothing = (0.97 if is_ours else 0.0) if smoothing is None else smoothing
-        is_sgd = is_ours and "SGD" in type(self.base).__name__
+        is_sgd, is_lion = (is_ours and name in type(self.base).__name__ for name in ("SGD", "Lion"))
         first_move = (5e-4 if is_sgd else 3e-3) if first_move is None else first_move
         ours = 0.3 if is_sgd else 0.15
         hindsight = (ours if is_ours else 1.0) if hindsight is None else hindsight
@@ -292,6 +295,7 @@ class Reference:
                 indices,
                 Tuner(rule, betas=betas, s_init=number, eps=eps),
                 first_move=first_move if s_init == "auto" else None,
+                haste=first_move / 6e-3,
                 smoothing=smoothing,
                 max_scale=math.inf if max_scale is None else max_scale,
                 hindsight=hindsight,
@@ -301,6 +305,7 @@ class Reference:
         ]
         for part in self.parts:
             part.tuner.steps_grow = is_sgd
+            part.tuner.least_weight = 0.5 if is_lion else 0.1
 
     def _indices(self, group: dict[str, Any]) -> list[int]:
         return [i for i, copy in enumerate(self.copies) if any(copy is p for p in group["params"])]

@@ -121,6 +121,14 @@ def test_bases_whose_steps_grow_with_the_gradient_start_carefully(cls: Any) -> N
     assert careful is (cls is not Pidgin)
 
 
+class SignSGD(torch.optim.SGD): ...
+
+
+@pytest.mark.parametrize(("cls", "expected"), [(TextbookLion, "signs"), (SignSGD, "signs"), (SGDW, "growing")])
+def test_what_the_steps_of_a_base_are_like(cls: Any, expected: str) -> None:
+    assert mechanize(cls([nn.Parameter(torch.ones(2))], lr=0.1)).settings.steps == expected
+
+
 class AdamWScheduleFree(torch.optim.SGD): ...
 
 

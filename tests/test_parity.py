@@ -356,7 +356,7 @@ OPTIONS = [
     Option("constants", {"betas": (0.5, 0.97, 1.0), "eps": 1e-3, "s_decay": 0.3, "s_init": 1e-4}, grown=2.0),
     Option("literal-constants", {"normalize_lr": False}, functools.partial(adamw, lr=0.01)),
     Option("scope-group", {"scope": "group"}, two_groups),
-    Option("warm-up", {"own_warmup": False}, functools.partial(adamw, lr=0.0), warm_up),
+    Option("warm-up", {"own_warmup": False}, functools.partial(adamw, lr=0.0), warm_up, grown=4.0),
     Option("warm-up-scheduled", {"s_init": 1e-4}, functools.partial(adamw, lr=0.0), scheduled_warm_up, grown=2.0),
     # The scale falls as the lr rises: what has grown a hundredfold is their product.
     Option("own-warm-up", {"own_warmup": True}, functools.partial(adamw, lr=0.0), warm_up, rules=NOT_THEORY, grown=1.4),

@@ -4,7 +4,7 @@ import ast
 import inspect
 import itertools
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -161,16 +161,18 @@ def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> No
     assert states[2].s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 1.0 / 10)
 
 
-def test_losses_count_fully_where_the_schedule_has_ended() -> None:
-    state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
-    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double()).item() for lr in (0.5, 0.0625, 0.0)]
-    assert weights == pytest.approx([0.1, 0.55, 1.0])
+@pytest.mark.parametrize(("steps", "expected"), [("normalised", [0.1, 0.55, 1.0]), ("signs", [0.5, 0.75, 1.0])])
+def test_losses_count_fully_where_the_schedule_has_ended(steps: Any, expected: list[float]) -> None:
+    settings = Settings(steps=steps)
+    state = initial_state(settings, tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
+    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double(), settings).item() for lr in (0.5, 0.0625, 0.0)]
+    assert weights == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("steps_grow", "share"), [(False, 0.3), (True, 0.5)])
-def test_a_loss_beyond_the_usual_size_counts_in_full(steps_grow: bool, share: float) -> None:
+@pytest.mark.parametrize(("steps", "share"), [("normalised", 0.3), ("growing", 0.5)])
+def test_a_loss_beyond_the_usual_size_counts_in_full(steps: Any, share: float) -> None:
     """With a loss of the usual size a tenth of it is taken from the reward, with a larger one all that goes beyond."""
-    settings = Settings(betas=(1.0,), s_init=0.1, smoothing=0.0, steps_grow=steps_grow)
+    settings = Settings(betas=(1.0,), s_init=0.1, smoothing=0.0, steps=steps)
     state = play(settings, [sums(row) for row in STEPS[:3]])[-1]
     usual, betas = share * state.m, torch.tensor(settings.betas, dtype=torch.float64)
     rewards = []
@@ -185,7 +187,7 @@ def test_the_usual_size_is_of_the_last_hundred_steps_where_steps_grow() -> None:
     assert [rules.recent_bettor(betas) for betas in (Settings().betas, (0.5,), (0.5, 0.9, 0.98))] == [1, 0, 2]
     state = initial_state(Settings(), tuners=1, device=CPU)._replace(m=torch.tensor([[1.0, 2, 3, 4, 5, 6]]).double())
     assert rules.usual_loss(state.m, Settings()).item() == pytest.approx(0.3 * 6)
-    assert rules.usual_loss(state.m, Settings(steps_grow=True)).item() == pytest.approx(0.5 * 2)
+    assert rules.usual_loss(state.m, Settings(steps="growing")).item() == pytest.approx(0.5 * 2)
 
 
 @pytest.mark.parametrize(("rule", "counts"), [("optimistic", 1.0), ("paper", 0.0), ("optax", 0.0)])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic_plugins.core.settings import Steps
+
 __all__ = [
     "can_fuse_on_cpu",
     "check_supported",
@@ -20,7 +22,7 @@ __all__ = [
     "l2_penalty",
     "own_iterate",
     "skips_on_found_inf",
-    "steps_grow_with_gradient",
+    "steps_of",
 ]
 
 _LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Muon")
@@ -46,6 +48,9 @@ compute the weights from iterates, averages or starting points of their own, or 
 _MOMENTUM_SGD = ("aggmo", "pid", "qhm")
 """Whole class names, in lower case: kinds of SGD with momentum whose name does not say so."""
 
+_SIGNS = ("signsgd", "signum", "tiger")
+"""The same for those whose steps are signs, beside Lion."""
+
 _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
 
@@ -67,10 +72,15 @@ def ignores_a_schedule(base: Optimizer) -> bool:
     return isinstance(base, torch.optim.Rprop)
 
 
-def steps_grow_with_gradient(base: Optimizer) -> bool:
-    """SGD and its kin. Other optimizers normalise their steps, by moments, signs or norms."""
-    names = [parent.__name__.lower() for parent in type(base).__mro__]
-    return any("sgd" in name or name in _MOMENTUM_SGD for name in names)
+def steps_of(base: Optimizer) -> Steps:
+    """Signs: Lion and its kin. Growing with the gradient: SGD and its kin. Others divide by moments or norms."""
+    for parent in type(base).__mro__:
+        name = parent.__name__.lower()
+        if "lion" in name or name in _SIGNS:
+            return "signs"
+        if "sgd" in name or name in _MOMENTUM_SGD:
+            return "growing"
+    return "normalised"
 
 
 def l2_penalty(base: Optimizer, group: dict[str, Any]) -> float:

@@ -16,10 +16,12 @@ from mechanic_plugins.core.tuner_state import TunerState
 
 __all__ = [
     "LOSS_WEIGHT",
+    "LOSS_WEIGHT_OF_SIGNS",
     "RELATIVE_EPS",
     "USUAL_LOSS",
     "USUAL_LOSS_IF_STEPS_GROW",
     "Bets",
+    "least_loss_weight",
     "loss_weight",
     "place_bets",
     "recent_bettor",
@@ -28,6 +30,8 @@ __all__ = [
 
 LOSS_WEIGHT = 0.1
 """The optimistic rule: how much a loss counts beside a gain, at the peak of the schedule."""
+LOSS_WEIGHT_OF_SIGNS = 0.5
+"""The same for a base whose steps are signs, as long where the gradient is mere noise: they make the weights grow."""
 USUAL_LOSS = 0.3
 """The optimistic rule: a loss beyond this share of the largest |h| so far counts in full: a run may be diverging."""
 USUAL_LOSS_IF_STEPS_GROW = 0.5
@@ -51,14 +55,19 @@ class Bets(NamedTuple):
 def place_bets(state: TunerState, h: Tensor, bet: Tensor, settings: Settings, betas: Tensor, lr: Tensor) -> Bets:
     """The bettors after a step that saw `h`, where `bet` is what each of them had placed."""
     if settings.rule == "optimistic":
-        return _optimistic(state, h, bet, betas, settings, loss_weight(state, lr))
+        return _optimistic(state, h, bet, betas, settings, loss_weight(state, lr, settings))
     return _RULES[settings.rule](state, h, bet, betas, settings.eps)
 
 
-def loss_weight(state: TunerState, lr: Tensor) -> Tensor:
-    """From LOSS_WEIGHT at the schedule's peak to 1 where the learning rate has fallen to 0."""
+def loss_weight(state: TunerState, lr: Tensor, settings: Settings) -> Tensor:
+    """From the least at the schedule's peak to 1 where the learning rate has fallen to 0."""
     share = torch.where(state.lr > 0, lr / state.lr, 1.0)
-    return 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1) ** (1 / 3)
+    return 1 - (1 - least_loss_weight(settings)) * share.clamp(0, 1) ** (1 / 3)
+
+
+def least_loss_weight(settings: Settings) -> float:
+    """At the schedule's peak."""
+    return LOSS_WEIGHT_OF_SIGNS if settings.steps == "signs" else LOSS_WEIGHT
 
 
 def recent_bettor(betas: Sequence[float]) -> int:
@@ -83,7 +92,7 @@ def _optimistic(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, setting
 
 def usual_loss(m: Tensor, settings: Settings) -> Tensor:
     """What of a loss is weighed; beyond it a loss counts in full."""
-    if not settings.steps_grow:
+    if settings.steps != "growing":
         return USUAL_LOSS * m.amax(-1, keepdim=True)
     recent = recent_bettor(settings.betas)
     return USUAL_LOSS_IF_STEPS_GROW * m[..., recent : recent + 1]

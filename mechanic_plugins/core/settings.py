@@ -19,6 +19,7 @@ __all__ = [
     "Rule",
     "Scope",
     "Settings",
+    "Steps",
     "check_max_grad_norm",
     "check_total_steps",
     "checked_delta_dtype",
@@ -27,6 +28,8 @@ __all__ = [
 Preset = Literal["paper", "0.1"]
 Rule = Literal["optimistic", "paper", "experiments", "optax", "theory"]
 Scope = Literal["all", "group"]
+Steps = Literal["normalised", "growing", "signs"]
+"""Of a base: divided by moments or norms, proportional to the gradient, or all of one length."""
 
 _AS_PUBLISHED: dict[str, Any] = {"smoothing": 0.0, "hindsight": 1.0, "own_warmup": False}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -77,8 +80,8 @@ class Settings:
     max_scale: float | None = None
     scope: Scope = "all"
     normalize_lr: bool = True
-    steps_grow: bool = field(default=False, repr=False)
-    """Not an option: whether the base's steps grow with the gradient, which `for_base` notes."""
+    steps: Steps = field(default="normalised", repr=False)
+    """Not an option: what the base's steps are like, which `for_base` notes."""
     _chosen: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -105,21 +108,23 @@ class Settings:
         object.__setattr__(settings, "_chosen", frozenset(constants) | frozenset(chosen))
         return settings
 
-    def for_base(self, *, steps_grow_with_gradient: bool) -> Settings:
-        """With the defaults for this kind of base, where neither the user nor a preset chose a value."""
-        if not steps_grow_with_gradient or self.rule != "optimistic":
+    def for_base(self, steps: Steps) -> Settings:
+        """With the defaults for a base with such steps, where neither the user nor a preset chose a value."""
+        if self.rule != "optimistic":
             return self
+        if steps != "growing":
+            return replace(self, steps=steps)
         open_ = {
             name: value
             for name, value in FOR_GROWING_STEPS.items()
             if name not in self._chosen and getattr(self, name) == getattr(Settings, name)
         }
-        return replace(self, steps_grow=True, **open_)
+        return replace(self, steps=steps, **open_)
 
     def for_run(self, total_steps: int | None) -> Settings:
         """With a first move for a run of so many steps, where neither the user nor a preset chose one."""
         is_open = "first_move" not in self._chosen and self.first_move == Settings.first_move
-        if total_steps is None or self.steps_grow or self.rule != "optimistic" or not is_open:
+        if total_steps is None or self.steps == "growing" or self.rule != "optimistic" or not is_open:
             return self
         wanted = min(max(WAY_OF_A_RUN / total_steps, self.first_move), LONGEST_FIRST_MOVE)
         return replace(self, first_move=wanted)

@@ -48,9 +48,9 @@ from mechanic_plugins.core.tuner_state import Sums, TunerState, clipped, gradien
 
 __all__ = [
     "GROWTH",
+    "HASTY_MOVE",
     "OUTLIER",
     "START",
-    "WINDOW",
     "Outcome",
     "advance",
     "decide",
@@ -65,8 +65,9 @@ START = 2
 """The optimistic rule: how many gradients come before the first bet."""
 GROWTH = 2.0
 """The optimistic rule: updates that are up to that much longer than the first ones leave the first bet as it is."""
-WINDOW = 8
-"""The optimistic rule smooths over an eighth of the steps so far, until `smoothing` limits it."""
+HASTY_MOVE = 6e-3
+"""The optimistic rule smooths over as many steps as there were so far if the first move was so long, over twice as many
+if it was half as long, until `smoothing` limits it. A scale that shoots up at first does lasting harm in a long run."""
 OUTLIER = 100.0
 """The optimistic rule: a gradient that much longer than any before it is skipped."""
 
@@ -276,7 +277,7 @@ def _next_played(state: TunerState, s: Tensor, settings: Settings) -> Tensor:
         return total
     c = torch.full_like(total, settings.smoothing)
     if settings.rule == "optimistic":
-        c = torch.minimum(c, state.gradients / (state.gradients + WINDOW))
+        c = torch.minimum(c, state.gradients / (state.gradients + settings.first_move / HASTY_MOVE))
     averaged = torch.exp(c * state.played.log() + (1 - c) * total.log())
     return torch.where(state.played > 0, averaged, total)
 

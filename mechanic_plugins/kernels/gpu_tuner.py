@@ -112,21 +112,21 @@ def _variant(settings: Settings) -> dict[str, Any]:
         "CAPPED": settings.max_scale is not None,
         "HINDSIGHT": settings.hindsight != 1,
         "RESTATES": settings.own_warmup,
-        "LOSS_WEIGHT": rules.LOSS_WEIGHT,
-        "USUAL_LOSS": rules.USUAL_LOSS_IF_STEPS_GROW if settings.steps_grow else rules.USUAL_LOSS,
-        "RECENT": rules.recent_bettor(settings.betas) if settings.steps_grow else -1,
+        "LOSS_WEIGHT": rules.least_loss_weight(settings),
+        "USUAL_LOSS": rules.USUAL_LOSS_IF_STEPS_GROW if settings.steps == "growing" else rules.USUAL_LOSS,
+        "RECENT": rules.recent_bettor(settings.betas) if settings.steps == "growing" else -1,
         "RELATIVE_EPS": rules.RELATIVE_EPS,
         "START": tuner.START,
         "GROWTH": tuner.GROWTH,
-        "WINDOW": tuner.WINDOW,
         "OUTLIER": tuner.OUTLIER,
     }
 
 
 def constants_of(settings: Settings) -> tuple[float, ...]:
-    """s_decay, eps, s_init or its fraction, the cap, the smoothing and the hindsight."""
+    """s_decay, eps, s_init or its fraction, the cap, the smoothing, the hindsight and the haste of the first steps."""
     s_init = settings.first_move if settings.s_init == "auto" else settings.s_init
-    return settings.s_decay, settings.eps, s_init, settings.max_scale or 0.0, settings.smoothing, settings.hindsight
+    cap, haste = settings.max_scale or 0.0, settings.first_move / tuner.HASTY_MOVE
+    return settings.s_decay, settings.eps, s_init, cap, settings.smoothing, settings.hindsight, haste
 
 
 def _packed(state: TunerState) -> Tensor:

@@ -12,7 +12,7 @@ def tuner_kernel(
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
     HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
     LOSS_WEIGHT: tl.constexpr, USUAL_LOSS: tl.constexpr, RECENT: tl.constexpr, RELATIVE_EPS: tl.constexpr,
-    START: tl.constexpr, GROWTH: tl.constexpr, WINDOW: tl.constexpr, OUTLIER: tl.constexpr,
+    START: tl.constexpr, GROWTH: tl.constexpr, OUTLIER: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`rescale_to_lr` and `advance` of `mechanic_plugins.core.tuner`, a tuner a program, and whether the step is made.
@@ -171,7 +171,7 @@ def tuner_kernel(
     if SMOOTHING:
         c = tl.load(constants + 4)
         if RULE == 4:
-            c = tl.minimum(c, new_count / (new_count + WINDOW))
+            c = tl.minimum(c, new_count / (new_count + tl.load(constants + 6)))
         one = tl.zeros_like(played) + 1.0
         average = tl.exp(
             c * tl.log(tl.where(played > 0, played, one))

@@ -73,7 +73,7 @@ class Wrapper(Delegate):
         check_max_grad_norm(max_grad_norm)
         check_total_steps(total_steps)
         self.base = base
-        self.settings = settings.for_base(steps_grow_with_gradient=known_bases.steps_grow_with_gradient(base))
+        self.settings = settings.for_base(known_bases.steps_of(base))
         self.group = group
         self.sync_replicas = sync_replicas
         self.backend = backend

@@ -23,7 +23,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"s_init": 1e-3}, "theory"),
     ({"hindsight": 0.6}, "paper"),
     ({"s_decay": 0.1}, "theory"),
-    ({"steps_grow": True, "betas": (0.5, 0.9, 0.98)}, "optax"),
+    ({"steps": "growing", "betas": (0.5, 0.9, 0.98)}, "optax"),
+    ({"steps": "signs", "first_move": 8e-3}, "optax"),
     ({"own_warmup": True, "hindsight": 0.6}, "optax"),
     ({"own_warmup": True, "smoothing": 0.9, "s_init": 1e-3}, "experiments"),
 ]
