@@ -24,8 +24,9 @@ __all__ = ["ForeachBatch", "local_sums", "move"]
 _CHUNK = {"cpu": 1 << 18}
 """Elements that are summed in float32 before float64 takes over. A CPU's sums are off by about 1e-7 then; GPUs add in
 trees, and have few launches to give."""
-_ROW = 1 << 26
-"""Elements of small tensors that a GPU handles together, in copies: one by one it would wait for the host."""
+_SMALL, _ROW = 1 << 20, 1 << 26
+"""Elements of a tensor that a GPU sums together with others, in copies, and of all of these at a time: one by one it
+would wait for the host."""
 _DOTS = 5
 """Inner products of a tensor's weights, gradient and delta."""
 _CACHED = 1 << 20
@@ -142,10 +143,8 @@ def _sums(param_states: Sequence[ParamState], *, device: torch.device, at_least:
 
 def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype) -> None:
     """The five of each chunk, in turn."""
-    x, g, d = (
-        None if t is None else _real(t).reshape(-1) for t in (param_state.x, param_state.grad, param_state.delta)
-    )
-    assert x is not None
+    x = _real(param_state.x).reshape(-1)
+    g, d = (None if t is None else _real(t).reshape(-1) for t in (param_state.grad, param_state.delta))
     wide = torch.promote_types(x.dtype, at_least)
     chunk = _CHUNK.get(x.device.type, _ROW)
     zero = x.new_zeros((), dtype=wide) if g is None or d is None else x
@@ -161,14 +160,15 @@ def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype
 
 
 def _in_rows(param_states: Sequence[ParamState]) -> Iterator[ParamState]:
-    """The same in a few long rows, each a copy."""
-    whole = [state for state in param_states if state.grad is not None and state.delta is not None]
-    yield from (state for state in param_states if state.grad is None or state.delta is None)
-    for here in _parts([state.x.numel() for state in whole]):
-        if here.stop - here.start == 1:
-            yield whole[here.start]
-            continue
-        columns = zip(*(state[:3] for state in whole[here]), strict=True)
+    """The same with the small ones in a few long rows."""
+    small = []
+    for state in param_states:
+        if state.grad is None or state.delta is None or state.x.numel() > _SMALL:
+            yield state
+        else:
+            small.append(state)
+    for here in _parts([state.x.numel() for state in small]):
+        columns = zip(*(state[:3] for state in small[here]), strict=True)
         x, grad, delta = (_flatten_dense_tensors(_reals(tensors)) for tensors in columns)  # type: ignore[no-untyped-call]
         yield ParamState(x, grad, delta, None)
 
