@@ -222,7 +222,7 @@ class Newton(Queue):
 
 
 def descend_a_parabola(opt: Any, p: Tensor, *, create_graph: bool) -> None:
-    for _ in range(40):
+    for _ in range(80):
         loss = ((p - torch.linspace(-1, 1, p.numel()).to(p.dtype)) ** 2).sum()
         (p.grad,) = torch.autograd.grad(loss, [p], create_graph=create_graph)
         opt.step()
@@ -232,7 +232,7 @@ def test_a_queue_of_gradients_of_16_bit_weights_is_widened_too() -> None:
     """lerp() refused a bfloat16 gradient beside a float32 one."""
     p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     opt = mechanize(Queue([p], lr=1e-2))
-    descend(opt, p, 40)
+    descend(opt, p, 80)
     assert (p.detach().float() - torch.linspace(-1, 1, 8)).norm() < 1.5, "it started at 3.4"
     queue = opt.state[p]["queue"]
     assert (type(queue), queue.maxlen, {g.dtype for g in queue}) == (deque, 2, {torch.bfloat16})

@@ -132,8 +132,8 @@ def test_the_reference_agrees(row: Row, scope: Any) -> None:
         return row.build([{"params": x[:1]}, {"params": x[1:], "lr": 0.1, "maximize": True}])
 
     x = [p.clone().requires_grad_() for p in start]
-    opt = mechanize(build(x), scope=scope, max_grad_norm=4.0)
-    reference = Reference(start, build, scope=scope, max_grad_norm=4.0)
+    opt = mechanize(build(x), scope=scope, max_grad_norm=5.0)
+    reference = Reference(start, build, scope=scope, max_grad_norm=5.0)
     norms = []
     for step in range(60):
         for mine, theirs, sign in zip(x, reference.x, (1, -1, -1), strict=True):
@@ -150,7 +150,7 @@ def test_the_reference_agrees(row: Row, scope: Any) -> None:
             wanted = torch.from_numpy(reference.vectors(name))
             assert _distance(getattr(opt.tuner, name), wanted) <= 1e-11, (step, name)
     assert opt.scale > 0
-    assert min(norms) < 4.0 < max(norms)
+    assert min(norms) < 5.0 < max(norms)
     assert reference.skipped == opt.metrics()["mechanic/skipped_steps"] == 0
 
 

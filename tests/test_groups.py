@@ -254,7 +254,7 @@ def test_a_text_encoder_and_a_unet() -> None:
     steps(150, 300)
     assert all(torch.equal(stopped[name], weight) for name, weight in text_encoder.state_dict().items())
     kept, moving = opt.scales.tolist()
-    assert kept == pytest.approx(scales[0], rel=0.2)  # the average catches up, and short memories fade
+    assert kept == pytest.approx(scales[0], rel=0.3)  # the average catches up, and short memories fade
     assert moving != scales[1]
     assert sum(losses[250:]) < sum(losses[100:150])
     steps(300, 310)

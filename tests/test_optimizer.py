@@ -59,7 +59,7 @@ def test_weights_changed_from_outside_stay_as_they_were_put(dtype: torch.dtype) 
         for p in model.parameters():
             p.fill_(2.0)
     moved = [moves_in_a_step(*pair) for pair in ((model, opt), (undisturbed, twin))]
-    assert 0 < moved[0] < 2 * moved[1]
+    assert 0 < moved[0] <= 2 * moved[1]  # bfloat16 has few steps to take
 
 
 def moves_in_a_step(model: torch.nn.Module, opt: torch.optim.Optimizer) -> float:

@@ -35,6 +35,7 @@ ONE_OF_EACH_FAMILY = {
     "warm-ups": "sources, adamw, warm-up 4",
     "trends": "sources, adamw, batch 16, width 16",
     "GPT": "GPT, muon, 1500 steps",
+    "GPT-2": "GPT-2, adamw, 1500 steps",
     "GPT tuned": "GPT tuned, adamw, 75 steps",
     "GPT with LoRA": "GPT with LoRA, adamw, 200 steps",
 }

@@ -112,14 +112,15 @@ class Settings:
         """With the defaults for a base with such steps, where neither the user nor a preset chose a value."""
         if self.rule != "optimistic":
             return self
-        if steps != "growing":
-            return replace(self, steps=steps)
+        defaults = FOR_GROWING_STEPS if steps == "growing" else {}
         open_ = {
             name: value
-            for name, value in FOR_GROWING_STEPS.items()
+            for name, value in defaults.items()
             if name not in self._chosen and getattr(self, name) == getattr(Settings, name)
         }
-        return replace(self, steps=steps, **open_)
+        changed = replace(self, steps=steps, **open_)
+        object.__setattr__(changed, "_chosen", self._chosen)
+        return changed
 
     def for_run(self, total_steps: int | None) -> Settings:
         """With a first move for a run of so many steps, where neither the user nor a preset chose one."""

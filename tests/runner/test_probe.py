@@ -228,7 +228,7 @@ for _ in range(100):
 def test_a_learned_lr_that_has_fallen_says_how_high_it_was(run_warm: Runner, tmp_path: Path) -> None:
     """It shot up on a full batch: what is learned last is small, and the run was made by what came before."""
     (tmp_path / "train.py").write_text(FELL)
-    done = run_warm("--probe", "40", "train.py")
+    done = run_warm("--options", "smoothing=0", "--probe", "40", "train.py")
     assert done.returncode == 0, done.stderr
     late, earlier = done.stdout.splitlines()[1].split(", earlier up to ")
     assert float(earlier) > 2 * float(late.split()[0])
