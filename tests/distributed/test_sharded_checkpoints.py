@@ -210,3 +210,30 @@ def dry_run(rank: int, folder: str) -> bool:
 def test_the_dry_run_of_dcp_leaves_no_trace(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """Adam would count it as a step, and weights loaded after it would be pulled back."""
     assert ranks(2)(dry_run, str(tmp_path)) == [True, True]
+
+
+def released(rank: int, way: str, folder: str) -> tuple[dict[str, Any], bool]:
+    old, new = (Run.start("fsdp2", dtype="float32", seed=seed, counted=False) for seed in (0, 99))
+    old.train(0, SAVED)
+    old.optimizer.freeze(release=True)
+    old.train(SAVED, SAVED + 1)
+    if way == "torch.save":
+        torch_save(old, new, folder)
+    else:
+        new.optimizer.freeze(release=True)  # DCP loads what the new one has, which is to be no delta
+        through_dcp(old, new, folder, way)
+    new.hs = list(old.hs)
+    for run in (old, new):
+        run.train(SAVED + 1, LAST)
+    return old.result(), new.result() == old.result()
+
+
+@pytest.mark.parametrize("way", ["torch.save", "sharded", "full"])
+def test_a_released_run_resumes(ranks: Callable[[int], Ranks], tmp_path: Path, way: str) -> None:
+    results = ranks(2)(released, way, str(tmp_path))
+    assert [same for _, same in results] == [True, True]
+    alone = Run.start("alone", dtype="float32")
+    alone.train(0, SAVED)
+    alone.optimizer.freeze(release=True)
+    alone.train(SAVED, LAST)
+    assert_close(results[0][0], alone.result(), tolerance=1e-5)
