@@ -64,7 +64,7 @@ def quality_by_family() -> Figure:
     labels = [f"{group.family}, {group.base} ({len(p)}{kinds[group.is_error]})" for group, p in groups.items()]
     axes.set_yticks(range(len(groups)), labels)
     axes.invert_yaxis()
-    axes.set(xlabel="above the best of a sweep: losses in per cent, errors in points (an arrow points beyond the axis)")
+    axes.set(xlabel="above the best of a sweep: losses in per cent, errors in points (arrows: beyond the axis)")
     axes.set_title("Validation by family, in brackets the number of problems")
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right")
