@@ -173,6 +173,9 @@ class Part:
         if self.is_optimistic:
             share = lr / self.highest_lr if self.highest_lr > 0 else 1.0
             self.tuner.loss_weight = 1 - (1 - self.tuner.least_weight) * share ** (1 / 3)
+            if self.first_move is not None and self.tuner.s_init > 0:  # a fifth of the first weights is a long step
+                step = self.first_move * self.played / self.tuner.s_init
+                self.tuner.loss_weight = max(self.tuner.loss_weight, min(step / 0.2, 1.0) ** 2)
         decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
         self.h = dg + decay
         if self.is_optimistic:
@@ -305,7 +308,7 @@ class Reference:
         ]
         for part in self.parts:
             part.tuner.steps_grow = is_sgd
-            part.tuner.least_weight = 0.5 if is_lion else 0.1
+            part.tuner.least_weight = 1.0 if is_lion else 0.1
 
     def _indices(self, group: dict[str, Any]) -> list[int]:
         return [i for i, copy in enumerate(self.copies) if any(copy is p for p in group["params"])]

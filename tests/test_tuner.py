@@ -161,12 +161,21 @@ def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> No
     assert states[2].s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 1.0 / 10)
 
 
-@pytest.mark.parametrize(("steps", "expected"), [("normalised", [0.1, 0.55, 1.0]), ("signs", [0.5, 0.75, 1.0])])
+@pytest.mark.parametrize(("steps", "expected"), [("normalised", [0.1, 0.55, 1.0]), ("signs", [1.0, 1.0, 1.0])])
 def test_losses_count_fully_where_the_schedule_has_ended(steps: Any, expected: list[float]) -> None:
     settings = Settings(steps=steps)
     state = initial_state(settings, tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
     weights = [rules.loss_weight(state, torch.tensor([[lr]]).double(), settings).item() for lr in (0.5, 0.0625, 0.0)]
     assert weights == pytest.approx(expected)
+
+
+def test_losses_count_fully_where_steps_are_long() -> None:
+    lr = torch.ones(1, 1, dtype=torch.float64)
+    for played, expected in ((2e-3, 0.1), (0.1, 0.25), (0.2, 1.0), (5.0, 1.0)):  # times the length of the first update
+        state = initial_state(Settings(), tuners=1, device=CPU)
+        state = state._replace(lr=lr, s_init=3e-3 * lr, played=played * lr)
+        assert rules.loss_weight(state, lr, Settings()).item() == pytest.approx(expected)
+        assert rules.loss_weight(state, lr, Settings(s_init=3e-3)).item() == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(("steps", "share"), [("normalised", 0.3), ("growing", 0.5)])

@@ -15,6 +15,7 @@ from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import TunerState
 
 __all__ = [
+    "LONG_STEP",
     "LOSS_WEIGHT",
     "LOSS_WEIGHT_OF_SIGNS",
     "RELATIVE_EPS",
@@ -30,8 +31,11 @@ __all__ = [
 
 LOSS_WEIGHT = 0.1
 """The optimistic rule: how much a loss counts beside a gain, at the peak of the schedule."""
-LOSS_WEIGHT_OF_SIGNS = 0.5
+LOSS_WEIGHT_OF_SIGNS = 1.0
 """The same for a base whose steps are signs, as long where the gradient is mere noise: they make the weights grow."""
+LONG_STEP = 0.2
+"""The optimistic rule: losses count in full where steps as long as the first would be this share of the first weights.
+Where the gradient is mostly noise, nothing else would stop the scale."""
 USUAL_LOSS = 0.3
 """The optimistic rule: a loss beyond this share of the largest |h| so far counts in full: a run may be diverging."""
 USUAL_LOSS_IF_STEPS_GROW = 0.5
@@ -60,9 +64,13 @@ def place_bets(state: TunerState, h: Tensor, bet: Tensor, settings: Settings, be
 
 
 def loss_weight(state: TunerState, lr: Tensor, settings: Settings) -> Tensor:
-    """From the least at the schedule's peak to 1 where the learning rate has fallen to 0."""
+    """From the least at the schedule's peak to 1 where the learning rate has fallen to 0, or the steps are long."""
     share = torch.where(state.lr > 0, lr / state.lr, 1.0)
-    return 1 - (1 - least_loss_weight(settings)) * share.clamp(0, 1) ** (1 / 3)
+    weight = 1 - (1 - least_loss_weight(settings)) * share.clamp(0, 1) ** (1 / 3)
+    if settings.s_init != "auto":  # then nobody knows how long the first step was
+        return weight
+    step = torch.where(state.s_init > 0, settings.first_move * state.played / state.s_init, 0.0)
+    return torch.maximum(weight, (step / LONG_STEP).clamp(max=1.0) ** 2)
 
 
 def least_loss_weight(settings: Settings) -> float:
