@@ -53,19 +53,19 @@ def test_weights_changed_from_outside_stay_as_they_were_put(dtype: torch.dtype) 
     """Averaging, clamping, loading: a form that recomputes x from a reference would pull the weights back."""
     model = perceptron(dtype)
     opt = mechanize(ADAMW(model.parameters(), lr=1.0))
-    train(model, opt, 30)
+    train(model, opt, 60)
     undisturbed, twin = copy.deepcopy((model, opt))
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(2.0)
     moved = [moves_in_a_step(*pair) for pair in ((model, opt), (undisturbed, twin))]
-    assert 0 < moved[0] <= 2 * moved[1]  # bfloat16 has few steps to take
+    assert 0 < moved[0] < 2 * moved[1]
 
 
 def moves_in_a_step(model: torch.nn.Module, opt: torch.optim.Optimizer) -> float:
     """How far the weight goes that goes farthest."""
     before = [p.detach().clone() for p in model.parameters()]
-    train(model, opt, 1, first=30)
+    train(model, opt, 1, first=60)
     return max((p - q).abs().max().item() for p, q in zip(model.parameters(), before, strict=True))
 
 
