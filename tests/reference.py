@@ -45,7 +45,7 @@ class Tuner:
         self.eps = eps
         self.loss_weight = 1.0  # optimistic only: set before each step
         self.steps_grow = False  # optimistic only: with the gradient, as those of SGD
-        self.least_weight = 0.1  # optimistic only: of a loss, at the peak of the schedule
+        self.gain_weight = 1.0  # optimistic only: below 1 for long steps that are signs
         self.r: Vector = np.zeros(self.n)
         self.m: Vector = np.zeros(self.n)
         self.v: Vector = np.zeros(self.n)
@@ -82,9 +82,9 @@ class Tuner:
         self.s = np.divide(wealth, root + floor, out=np.zeros(self.n), where=self.v > 0)
 
     def judged(self, h: float, usual: float) -> float:
-        """A gain counts in full, a loss less, but for what of it goes beyond the usual size."""
+        """A gain counts in full but for long steps of signs, a loss less but for what is beyond the usual size."""
         if h <= 0:
-            return h
+            return self.gain_weight * h
         return self.loss_weight * h if h < usual else self.loss_weight * usual + (h - usual)
 
     def experiments(self, h: float, bet: Vector) -> None:
@@ -143,6 +143,7 @@ class Part:
         self.hindsight = hindsight
         self.own_warmup = own_warmup
         self.is_optimistic = tuner.rule == tuner.optimistic
+        self.steps_are_signs = False
         self.highest_lr = 0.0
         self.gradients = 0  # how many of this part's gradients were not zero
         self.longest = 0.0  # the longest of them, for the optimistic rule
@@ -172,10 +173,14 @@ class Part:
         self.gradients += gg > 0 and lr > 0
         if self.is_optimistic:
             share = lr / self.highest_lr if self.highest_lr > 0 else 1.0
-            self.tuner.loss_weight = 1 - (1 - self.tuner.least_weight) * share ** (1 / 3)
+            self.tuner.loss_weight = 1 - 0.9 * share ** (1 / 3)
             if self.first_move is not None and self.tuner.s_init > 0:  # a fifth of the first weights is a long step
                 step = self.first_move * self.played / self.tuner.s_init
                 self.tuner.loss_weight = max(self.tuner.loss_weight, min(step / 0.2, 1.0) ** 2)
+                if self.steps_are_signs and step > 0.003:
+                    self.tuner.gain_weight = (0.003 / step) ** 2
+                else:
+                    self.tuner.gain_weight = 1.0
         decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
         self.h = dg + decay
         if self.is_optimistic:
@@ -265,6 +270,7 @@ class Reference:
         hindsight: float | None = None,
         own_warmup: bool | None = None,
         max_grad_norm: float = math.inf,
+        total_steps: float = math.inf,
     ) -> None:
         self.max_grad_norm = max_grad_norm
         self.grad_norm = 0.0  # before clipping
@@ -280,8 +286,13 @@ class Reference:
         is_ours = rule == "optimistic"
         smoothing = (0.97 if is_ours else 0.0) if smoothing is None else smoothing
         is_sgd, is_lion = (is_ours and name in type(self.base).__name__ for name in ("SGD", "Lion"))
-        first_move = (5e-4 if is_sgd else 3e-3) if first_move is None else first_move
-        ours = 0.3 if is_sgd else 0.15
+        if first_move is None:
+            first_move = 5e-4 if is_sgd else 3e-3
+            further = max(1.0, math.sqrt(1000 / total_steps)) if is_ours and not (is_sgd or is_lion) else 1.0
+            haste, first_move = first_move / 6e-3, min(further * first_move, 8e-3)
+        else:
+            haste = first_move / 6e-3
+        ours = 0.3 if is_sgd else 0.15 * min(1.0, total_steps / 1000)
         hindsight = (ours if is_ours else 1.0) if hindsight is None else hindsight
         own_warmup = is_ours if own_warmup is None else own_warmup
         if eps is None:
@@ -298,7 +309,7 @@ class Reference:
                 indices,
                 Tuner(rule, betas=betas, s_init=number, eps=eps),
                 first_move=first_move if s_init == "auto" else None,
-                haste=first_move / 6e-3,
+                haste=haste * min(max(1.0, 500 / total_steps) ** 3, 64.0),
                 smoothing=smoothing,
                 max_scale=math.inf if max_scale is None else max_scale,
                 hindsight=hindsight,
@@ -308,7 +319,7 @@ class Reference:
         ]
         for part in self.parts:
             part.tuner.steps_grow = is_sgd
-            part.tuner.least_weight = 1.0 if is_lion else 0.1
+            part.steps_are_signs = is_lion
 
     def _indices(self, group: dict[str, Any]) -> list[int]:
         return [i for i, copy in enumerate(self.copies) if any(copy is p for p in group["params"])]

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from mechanic_plugins import mechanize
 from mechanic_plugins.core.param_state import ParamState
-from mechanic_plugins.kernels import foreach
+from mechanic_plugins.kernels import foreach, foreach_sums
 
 SHAPES = [(3, 5), (), (40,), (0, 2), (7, 2, 3, 3), (11,)]
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
-    monkeypatch.setattr(foreach, "_waits_for_host", lambda device: True)
-    monkeypatch.setattr(foreach, "_SMALL", 35)  # two of six are longer
-    monkeypatch.setattr(foreach, "_ROW", row)
+    for module in (foreach, foreach_sums):
+        monkeypatch.setattr(module, "waits_for_host", lambda device: True)
+        monkeypatch.setattr(module, "SMALL", 35)  # two of six are longer
+    monkeypatch.setattr(foreach_sums, "_ROW", row)
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -57,9 +58,9 @@ def test_sums_by_rows(dtype: torch.dtype, row: int, monkeypatch: pytest.MonkeyPa
     states = [ParamState(p.detach(), p.detach() * 2, p.detach() * 3, None) for p in parameters(dtype)]
     states[1] = states[1]._replace(grad=None)
     states[2] = states[2]._replace(delta=None)
-    expected = foreach.local_sums(states, device=torch.device("cpu"))
+    expected = foreach_sums.local_sums(states, device=torch.device("cpu"))
     as_on_a_gpu(monkeypatch, row)
-    sums = foreach.local_sums(states, device=torch.device("cpu"))
+    sums = foreach_sums.local_sums(states, device=torch.device("cpu"))
     torch.testing.assert_close(sums, expected, rtol=1e-5 if dtype == torch.bfloat16 else 1e-6, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""A run whose length is known: a short one starts from a longer first move."""
+"""A run whose length is known: a short one starts from a longer first move, and its scale rises sooner."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from problems import descend
+from reference import Reference
 from torch import Tensor, nn
 
 from mechanic_plugins import MechanicOptimizer, mechanize
 from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner import haste_of
+from mechanic_plugins.lion import Lion
 
 BASES = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
@@ -31,20 +34,46 @@ def trained(base: str, steps: int = 30, **options: Any) -> tuple[Tensor, Mechani
 
 
 @pytest.mark.parametrize(
-    ("total_steps", "first_move"), [(1, 8e-3), (100, 8e-3), (200, 6e-3), (400, 3e-3), (10**6, 3e-3), (None, 3e-3)]
+    ("total_steps", "first_move", "hindsight", "haste"),
+    [
+        (1, 8e-3, 0.00015, 32.0),
+        (100, 8e-3, 0.015, 32.0),
+        (250, 6e-3, 0.0375, 4.0),
+        (640, 3.75e-3, 0.096, 0.5),
+        (1000, 3e-3, 0.15, 0.5),
+        (10**6, 3e-3, 0.15, 0.5),
+        (None, 3e-3, 0.15, 0.5),
+    ],
 )
-def test_a_short_run_starts_from_a_longer_first_move(total_steps: int | None, first_move: float) -> None:
-    assert Settings().for_run(total_steps).first_move == pytest.approx(first_move, rel=1e-15)
-    told, chosen = trained("AdamW", total_steps=total_steps), trained("AdamW", first_move=first_move)
-    torch.testing.assert_close(told[0], chosen[0], rtol=1e-13, atol=0)
+def test_a_short_run_starts_further_out_and_rises_sooner(
+    total_steps: int | None, first_move: float, hindsight: float, haste: float
+) -> None:
+    settings = Settings().for_run(total_steps)
+    assert (settings.first_move, settings.hindsight) == pytest.approx((first_move, hindsight), rel=1e-13)
+    assert haste_of(settings) == pytest.approx(haste, rel=1e-13)
+
+
+@pytest.mark.parametrize("total_steps", [75, 250, 640, 10_000])
+@pytest.mark.parametrize("base", [*BASES, "Lion"])
+def test_it_leads_where_the_reference_does(base: str, total_steps: int) -> None:
+    build = {**BASES, "Lion": lambda params: Lion(params, lr=1e-3)}[base]
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(20, dtype=torch.float64))
+    reference = Reference([p], build, total_steps=total_steps)
+    optimizer = mechanize(build([p]), total_steps=total_steps)
+    for _ in range(30):
+        p.grad = p.detach() - 1
+        reference.step([p.grad])
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), reference.x[0], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("base", "options"),
     [
-        ("SGD", {}),
-        ("AdamW", {"first_move": 3e-3}),
-        ("AdamW", {"first_move": 1e-3}),
+        ("SGD", {"smoothing": 0}),
+        ("AdamW", {"first_move": 3e-3, "hindsight": 0.15, "smoothing": 0}),
+        ("AdamW", {"first_move": 1e-3, "hindsight": 0.5, "smoothing": 0}),
         ("AdamW", {"preset": "0.1"}),
         ("AdamW", {"rule": "paper"}),
     ],

@@ -4,6 +4,7 @@ import ast
 import inspect
 import itertools
 import math
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -161,12 +162,10 @@ def test_the_first_bet_expects_the_next_update_to_grow_with_the_gradient() -> No
     assert states[2].s_init.item() == pytest.approx(3e-3 * (1 + 3.0) / 1.0 / 10)
 
 
-@pytest.mark.parametrize(("steps", "expected"), [("normalised", [0.1, 0.55, 1.0]), ("signs", [1.0, 1.0, 1.0])])
-def test_losses_count_fully_where_the_schedule_has_ended(steps: Any, expected: list[float]) -> None:
-    settings = Settings(steps=steps)
-    state = initial_state(settings, tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
-    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double(), settings).item() for lr in (0.5, 0.0625, 0.0)]
-    assert weights == pytest.approx(expected)
+def test_losses_count_fully_where_the_schedule_has_ended() -> None:
+    state = initial_state(Settings(), tuners=1, device=CPU)._replace(lr=torch.tensor([[0.5]]).double())
+    weights = [rules.loss_weight(state, torch.tensor([[lr]]).double(), Settings()).item() for lr in (0.5, 0.0625, 0.0)]
+    assert weights == pytest.approx([0.1, 0.55, 1.0])
 
 
 def test_losses_count_fully_where_steps_are_long() -> None:
@@ -176,6 +175,21 @@ def test_losses_count_fully_where_steps_are_long() -> None:
         state = state._replace(lr=lr, s_init=3e-3 * lr, played=played * lr)
         assert rules.loss_weight(state, lr, Settings()).item() == pytest.approx(expected)
         assert rules.loss_weight(state, lr, Settings(s_init=3e-3)).item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("steps", "long"), [("normalised", 1.0), ("growing", 1.0), ("signs", 0.0625)])
+def test_gains_by_long_steps_of_signs_count_less(steps: Any, long: float) -> None:
+    settings, one = Settings(steps=steps), torch.ones(1, 1, dtype=torch.float64)
+    state = initial_state(settings, tuners=1, device=CPU)
+    for played, expected in (
+        (0.0, 1.0),
+        (2e-3, 1.0),
+        (3e-3, 1.0),
+        (0.012, long),
+    ):  # times the length of the first update
+        state = state._replace(s_init=3e-3 * one, played=played * one)
+        assert rules.gain_weight(state, settings).item() == pytest.approx(expected)
+        assert rules.gain_weight(state, replace(settings, s_init=3e-3)).item() == 1.0
 
 
 @pytest.mark.parametrize(("steps", "share"), [("normalised", 0.3), ("growing", 0.5)])

@@ -17,12 +17,12 @@ from mechanic_plugins.core.tuner_state import TunerState
 __all__ = [
     "LONG_STEP",
     "LOSS_WEIGHT",
-    "LOSS_WEIGHT_OF_SIGNS",
     "RELATIVE_EPS",
+    "SIGN_STEP",
     "USUAL_LOSS",
     "USUAL_LOSS_IF_STEPS_GROW",
     "Bets",
-    "least_loss_weight",
+    "gain_weight",
     "loss_weight",
     "place_bets",
     "recent_bettor",
@@ -31,11 +31,13 @@ __all__ = [
 
 LOSS_WEIGHT = 0.1
 """The optimistic rule: how much a loss counts beside a gain, at the peak of the schedule."""
-LOSS_WEIGHT_OF_SIGNS = 1.0
-"""The same for a base whose steps are signs, as long where the gradient is mere noise: they make the weights grow."""
 LONG_STEP = 0.2
 """The optimistic rule: losses count in full where steps as long as the first would be this share of the first weights.
 Where the gradient is mostly noise, nothing else would stop the scale."""
+SIGN_STEP = 3e-3
+"""The optimistic rule: where a base steps by signs and the steps are a longer share of the first weights than this, a
+gain counts less, by the square of it. Such steps are as long where the gradient is mere noise: at the scale that would
+be best for the first hundred, the weights grow, and the run does not recover."""
 USUAL_LOSS = 0.3
 """The optimistic rule: a loss beyond this share of the largest |h| so far counts in full: a run may be diverging."""
 USUAL_LOSS_IF_STEPS_GROW = 0.5
@@ -59,23 +61,30 @@ class Bets(NamedTuple):
 def place_bets(state: TunerState, h: Tensor, bet: Tensor, settings: Settings, betas: Tensor, lr: Tensor) -> Bets:
     """The bettors after a step that saw `h`, where `bet` is what each of them had placed."""
     if settings.rule == "optimistic":
-        return _optimistic(state, h, bet, betas, settings, loss_weight(state, lr, settings))
+        h = torch.where(state.s_init > 0, h, 0.0)  # it remembers nothing before it starts
+        return _optimistic(state, h, _judged(state, h, settings, lr), bet, betas, settings.eps)
     return _RULES[settings.rule](state, h, bet, betas, settings.eps)
 
 
 def loss_weight(state: TunerState, lr: Tensor, settings: Settings) -> Tensor:
     """From the least at the schedule's peak to 1 where the learning rate has fallen to 0, or the steps are long."""
     share = torch.where(state.lr > 0, lr / state.lr, 1.0)
-    weight = 1 - (1 - least_loss_weight(settings)) * share.clamp(0, 1) ** (1 / 3)
-    if settings.s_init != "auto":  # then nobody knows how long the first step was
-        return weight
-    step = torch.where(state.s_init > 0, settings.first_move * state.played / state.s_init, 0.0)
-    return torch.maximum(weight, (step / LONG_STEP).clamp(max=1.0) ** 2)
+    weight = 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1) ** (1 / 3)
+    return torch.maximum(weight, (_step_length(state, settings) / LONG_STEP).clamp(max=1.0) ** 2)
 
 
-def least_loss_weight(settings: Settings) -> float:
-    """At the schedule's peak."""
-    return LOSS_WEIGHT_OF_SIGNS if settings.steps == "signs" else LOSS_WEIGHT
+def gain_weight(state: TunerState, settings: Settings) -> Tensor:
+    """1, or less where steps of signs are long."""
+    if settings.steps != "signs":
+        return torch.ones_like(state.played)
+    return (SIGN_STEP / _step_length(state, settings).clamp(min=SIGN_STEP)) ** 2
+
+
+def _step_length(state: TunerState, settings: Settings) -> Tensor:
+    """Of an update as long as the first, as a share of the first weights; 0 where nobody knows how long that was."""
+    if settings.s_init != "auto":
+        return torch.zeros_like(state.played)
+    return torch.where(state.s_init > 0, settings.first_move * state.played / state.s_init, 0.0)
 
 
 def recent_bettor(betas: Sequence[float]) -> int:
@@ -83,17 +92,21 @@ def recent_bettor(betas: Sequence[float]) -> int:
     return min(range(len(betas)), key=lambda index: abs(betas[index] - 0.99))
 
 
-def _optimistic(state: TunerState, h: Tensor, bet: Tensor, beta: Tensor, settings: Settings, weight: Tensor) -> Bets:
-    """Algorithm 1 with a weight on losses and a relative floor under sqrt(v); it remembers nothing before it starts."""
+def _judged(state: TunerState, h: Tensor, settings: Settings, lr: Tensor) -> Tensor:
+    """What is rewarded: gains and losses by their weights."""
+    usual = usual_loss(state.m, settings)
+    loss = loss_weight(state, lr, settings) * torch.minimum(h, usual) + (h - usual).clamp(min=0)
+    return torch.where(h > 0, loss, gain_weight(state, settings) * h)
+
+
+def _optimistic(state: TunerState, h: Tensor, judged: Tensor, bet: Tensor, beta: Tensor, eps: float) -> Bets:
+    """Algorithm 1 with weights on gains and losses, and a relative floor under sqrt(v)."""
     n = beta.numel()
-    h = torch.where(state.s_init > 0, h, 0.0)
     m = torch.maximum(beta * state.m, h.abs())
     v = beta**2 * state.v + h**2
-    usual = usual_loss(state.m, settings)
-    judged = torch.where(h > 0, weight * torch.minimum(h, usual) + (h - usual).clamp(min=0), h)
     r = (beta * state.r - bet * judged).clamp(min=0)
     root = v.sqrt()
-    floor = settings.eps + RELATIVE_EPS * root.amax(-1, keepdim=True)
+    floor = eps + RELATIVE_EPS * root.amax(-1, keepdim=True)
     s = torch.where(v > 0, (state.s_init * m / n + r) / (root + floor), 0.0)
     return Bets(s, r, m, v, state.q, state.w0)
 

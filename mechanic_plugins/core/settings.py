@@ -56,10 +56,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The paper's constants, and the defaults of version 0.1 of this package."""
 FOR_GROWING_STEPS: dict[str, Any] = {"first_move": 5e-4, "hindsight": 0.3}
 """The defaults for a base whose steps grow with the gradient: at too large a scale it diverges within a few steps."""
-WAY_OF_A_RUN = 1.2
-LONGEST_FIRST_MOVE = 8e-3
-"""In a run that is known to be short, as many first moves as it has steps make up the first number, up to the second:
-from the default the scale would still be rising when a LoRA of 75 steps ends."""
+LONG_RUN, LONGEST_FIRST_MOVE = 1000, 8e-3
+"""A run of fewer steps starts further out, by the root of how much shorter it is, up to the second number, and has less
+hindsight, in proportion. Otherwise the scale would still be rising when a LoRA of 75 steps ends."""
+HURRIED_RUN, GREATEST_HASTE = 500, 64.0
+"""A run of fewer steps also rises sooner, by the cube of how much shorter it is, up to the second number."""
 LEFT_OPEN = tuple(PRESETS["0.1"])
 """Options that may be None: the preset's value is used, or the rule's, or the default."""
 
@@ -82,6 +83,8 @@ class Settings:
     normalize_lr: bool = True
     steps: Steps = field(default="normalised", repr=False)
     """Not an option: what the base's steps are like, which `for_base` notes."""
+    haste: float = field(default=1.0, repr=False)
+    """Not an option: how much sooner than in a long run the scale may rise, which `for_run` notes."""
     _chosen: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -113,22 +116,30 @@ class Settings:
         if self.rule != "optimistic":
             return self
         defaults = FOR_GROWING_STEPS if steps == "growing" else {}
-        open_ = {
-            name: value
-            for name, value in defaults.items()
-            if name not in self._chosen and getattr(self, name) == getattr(Settings, name)
-        }
+        open_ = {name: value for name, value in defaults.items() if self._is_open(name)}
         changed = replace(self, steps=steps, **open_)
         object.__setattr__(changed, "_chosen", self._chosen)
         return changed
 
     def for_run(self, total_steps: int | None) -> Settings:
-        """With a first move for a run of so many steps, where neither the user nor a preset chose one."""
-        is_open = "first_move" not in self._chosen and self.first_move == Settings.first_move
-        if total_steps is None or self.steps == "growing" or self.rule != "optimistic" or not is_open:
+        """For a run of so many steps: a short one starts further out, rises sooner and has less hindsight.
+
+        What the user or a preset chose stays. So does the first move where a longer one is dangerous: signs are as long
+        as they are anywhere, and SGD's steps grow with the gradient.
+        """
+        if total_steps is None or self.rule != "optimistic":
             return self
-        wanted = min(max(WAY_OF_A_RUN / total_steps, self.first_move), LONGEST_FIRST_MOVE)
-        return replace(self, first_move=wanted)
+        first_move, hindsight = self.first_move, self.hindsight
+        if self.steps == "normalised" and self._is_open("first_move"):
+            first_move *= max(1.0, LONG_RUN / total_steps) ** 0.5
+            first_move = min(first_move, LONGEST_FIRST_MOVE)
+        if self.steps != "growing" and self._is_open("hindsight"):
+            hindsight *= min(1.0, total_steps / LONG_RUN)
+        sooner = min(max(1.0, HURRIED_RUN / total_steps) ** 3, GREATEST_HASTE)
+        return replace(self, first_move=first_move, hindsight=hindsight, haste=sooner * self.first_move / first_move)
+
+    def _is_open(self, name: str) -> bool:
+        return name not in self._chosen and getattr(self, name) == getattr(Settings, name)
 
     def at_lr(self, lr: float) -> Settings:
         """Settings that give the same trajectory for a base whose updates are `lr` times as long."""

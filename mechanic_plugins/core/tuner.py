@@ -56,6 +56,7 @@ __all__ = [
     "decide",
     "delta_factor",
     "gradient_limit",
+    "haste_of",
     "noted",
     "rescale_to_lr",
     "was_outlier",
@@ -67,7 +68,8 @@ GROWTH = 2.0
 """The optimistic rule: updates that are up to that much longer than the first ones leave the first bet as it is."""
 HASTY_MOVE = 6e-3
 """The optimistic rule smooths over as many steps as there were so far if the first move was so long, over twice as many
-if it was half as long, until `smoothing` limits it. A scale that shoots up at first does lasting harm in a long run."""
+if it was half as long, until `smoothing` limits it; over fewer where the run is short (`Settings.haste`). A scale that
+shoots up at first does lasting harm in a long run."""
 OUTLIER = 100.0
 """The optimistic rule: a gradient that much longer than any before it is skipped."""
 
@@ -277,9 +279,14 @@ def _next_played(state: TunerState, s: Tensor, settings: Settings) -> Tensor:
         return total
     c = torch.full_like(total, settings.smoothing)
     if settings.rule == "optimistic":
-        c = torch.minimum(c, state.gradients / (state.gradients + settings.first_move / HASTY_MOVE))
+        c = torch.minimum(c, state.gradients / (state.gradients + haste_of(settings)))
     averaged = torch.exp(c * state.played.log() + (1 - c) * total.log())
     return torch.where(state.played > 0, averaged, total)
+
+
+def haste_of(settings: Settings) -> float:
+    """How little the scale is smoothed at first: over the number of steps so far, divided by this."""
+    return settings.haste * settings.first_move / HASTY_MOVE
 
 
 def _capped(s: Tensor, max_scale: float | None) -> Tensor:

@@ -6,29 +6,21 @@ are no plain rows in memory; `mechanic_plugins.kernels.triton_batch` is the way 
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from mechanic_plugins.core.param_state import IndexRange, ParamState, needs_reference
 from mechanic_plugins.core.tuner_state import gradient_count, sums_of
 from mechanic_plugins.kernels.dither import dithered
+from mechanic_plugins.kernels.foreach_sums import SMALL, local_sums, parts, reals, waits_for_host
 from mechanic_plugins.kernels.triton_support import ALIGNED
 
-__all__ = ["ForeachBatch", "local_sums", "move"]
+__all__ = ["ForeachBatch", "move"]
 
-_CHUNK = {"cpu": 1 << 18}
-"""Elements that are summed in float32 before float64 takes over. A CPU's sums are off by about 1e-7 then; GPUs add in
-trees, and have few launches to give."""
-_SMALL, _ROW = 1 << 20, 1 << 26
-"""Elements of a tensor that a GPU sums together with others, in copies, and of all of these at a time: one by one it
-would wait for the host."""
-_DOTS = 5
-"""Inner products of a tensor's weights, gradient and delta."""
 _CACHED = 1 << 20
 """Elements that stay in a CPU's cache from one operation to the next; fewer would pay more for starting them."""
 
@@ -122,72 +114,6 @@ class ForeachBatch:
         """All parts have moved."""
 
 
-def local_sums(param_states: Sequence[ParamState], *, device: torch.device) -> Tensor:
-    """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over param_states of one device and dtype, in float64 on `device`.
-
-    Squares of finite float32 numbers overflow from 1.8e19 on. A CPU then sums once more in float64; to find out on a
-    GPU would mean waiting for it.
-    """
-    sums = _sums(param_states, device=device)
-    if sums.device.type == "cpu" and not all(map(math.isfinite, sums.tolist())):
-        return _sums(param_states, device=device, at_least=torch.float64)
-    return sums
-
-
-def _sums(param_states: Sequence[ParamState], *, device: torch.device, at_least: torch.dtype = torch.float32) -> Tensor:
-    dots: list[Tensor] = []
-    for param_state in _in_rows(param_states) if _waits_for_host(param_states[0].x.device) else param_states:
-        _add_dots(param_state, dots, at_least)
-    return torch.stack(dots).to(device, non_blocking=True).view(-1, _DOTS).sum(0, dtype=torch.float64)
-
-
-def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype) -> None:
-    """The five of each chunk, in turn."""
-    x = _real(param_state.x).reshape(-1)
-    g, d = (None if t is None else _real(t).reshape(-1) for t in (param_state.grad, param_state.delta))
-    wide = torch.promote_types(x.dtype, at_least)
-    chunk = _CHUNK.get(x.device.type, _ROW)
-    zero = x.new_zeros((), dtype=wide) if g is None or d is None else x
-    for at in range(0, max(x.numel(), 1), chunk):
-        here = slice(at, at + chunk)
-        y = x[here].to(wide)
-        h, e = (None if t is None else t[here].to(wide) for t in (g, d))
-        dots.append(zero if e is None or h is None else torch.dot(e, h))
-        dots.append(zero if h is None else torch.dot(h, h))
-        dots.append(torch.dot(y, y))
-        dots.append(zero if e is None else torch.dot(e, y))
-        dots.append(zero if e is None else torch.dot(e, e))
-
-
-def _in_rows(param_states: Sequence[ParamState]) -> Iterator[ParamState]:
-    """The same with the small ones in a few long rows."""
-    small = []
-    for state in param_states:
-        if state.grad is None or state.delta is None or state.x.numel() > _SMALL:
-            yield state
-        else:
-            small.append(state)
-    for here in _parts([state.x.numel() for state in small]):
-        columns = zip(*(state[:3] for state in small[here]), strict=True)
-        x, grad, delta = (_flatten_dense_tensors(_reals(tensors)) for tensors in columns)  # type: ignore[no-untyped-call]
-        yield ParamState(x, grad, delta, None)
-
-
-def _waits_for_host(device: torch.device) -> bool:
-    """Whether operations are queued: then many small ones take as long as the host needs to start them."""
-    return device.type != "cpu"
-
-
-def _real(t: Tensor) -> Tensor:
-    """Complex parameters are pairs of real ones."""
-    return torch.view_as_real(t) if t.is_complex() else t
-
-
-def _reals(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of tensors that are all complex, or none."""
-    return [torch.view_as_real(t) for t in tensors] if tensors and tensors[0].is_complex() else list(tensors)
-
-
 def move(
     param_states: Sequence[ParamState],
     olds: Sequence[Tensor],
@@ -223,9 +149,9 @@ def _move_by_difference(
     param_states: Sequence[ParamState], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, kept: Tensor
 ) -> None:
     """Here `before` is the scale for the new delta that the weights were made at."""
-    xs, deltas, olds = map(_reals, ([s.x for s in param_states], [_delta(s) for s in param_states], olds))
+    xs, deltas, olds = map(reals, ([s.x for s in param_states], [_delta(s) for s in param_states], olds))
     # before * u + (after - before) * delta, the new one: the whole move, small beside x, so that x is rounded once
-    if not _waits_for_host(xs[0].device):
+    if not waits_for_host(xs[0].device):
         factor, scale, share = before.item(), after.item(), kept.item()
         for x, delta, old in zip(*_in_cache(xs, deltas, olds), strict=True):
             torch.add(x.sub_(old), delta, alpha=share, out=delta)  # x holds u
@@ -236,25 +162,25 @@ def _move_by_difference(
                 torch.add(old, x, alpha=scale, out=x)
         return
     before, step, kept = (t.to(xs[0].dtype) for t in (before, after - before, kept))
+    is_small = [x.numel() <= SMALL for x in xs]
+    for x, delta, old in _those_where(False, is_small, xs, deltas, olds):  # fewer passes over memory than together
+        torch.addcmul(x.sub_(old), delta, kept, out=delta)
+        x.mul_(before).addcmul_(delta, step).add_(old)
+    small = list(_those_where(True, is_small, xs, deltas, olds))
+    if not small:
+        return
+    xs, deltas, olds = map(list, zip(*small, strict=True))
     torch._foreach_sub_(xs, olds)  # xs hold u
     torch._foreach_mul_(deltas, kept)
     torch._foreach_add_(deltas, xs)
     torch._foreach_mul_(xs, before)
-    for here in _parts([x.numel() for x in xs]):
+    for here in parts([x.numel() for x in xs]):
         torch._foreach_add_(xs[here], torch._foreach_mul(deltas[here], step))
     torch._foreach_add_(xs, olds)
 
 
-def _parts(numels: Sequence[int]) -> Iterator[slice]:
-    """One after the other, of up to `_ROW` elements where no tensor has more."""
-    first, size = 0, 0
-    for index, numel in enumerate(numels):
-        if index > first and size + numel > _ROW:
-            yield slice(first, index)
-            first, size = index, 0
-        size += numel
-    if numels:
-        yield slice(first, len(numels))
+def _those_where(value: bool, marks: Sequence[bool], *lists: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    return itertools.compress(zip(*lists, strict=True), (mark == value for mark in marks))
 
 
 def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -112,7 +112,8 @@ def _variant(settings: Settings) -> dict[str, Any]:
         "CAPPED": settings.max_scale is not None,
         "HINDSIGHT": settings.hindsight != 1,
         "RESTATES": settings.own_warmup,
-        "LOSS_WEIGHT": rules.least_loss_weight(settings),
+        "LOSS_WEIGHT": rules.LOSS_WEIGHT,
+        "SIGN_STEP": rules.SIGN_STEP if settings.steps == "signs" else 0.0,
         "LONG_STEP": rules.LONG_STEP,
         "USUAL_LOSS": rules.USUAL_LOSS_IF_STEPS_GROW if settings.steps == "growing" else rules.USUAL_LOSS,
         "RECENT": rules.recent_bettor(settings.betas) if settings.steps == "growing" else -1,
@@ -126,7 +127,7 @@ def _variant(settings: Settings) -> dict[str, Any]:
 def constants_of(settings: Settings) -> tuple[float, ...]:
     """s_decay, eps, s_init or its fraction, the cap, the smoothing, the hindsight and the haste of the first steps."""
     s_init = settings.first_move if settings.s_init == "auto" else settings.s_init
-    cap, haste = settings.max_scale or 0.0, settings.first_move / tuner.HASTY_MOVE
+    cap, haste = settings.max_scale or 0.0, tuner.haste_of(settings)
     return settings.s_decay, settings.eps, s_init, cap, settings.smoothing, settings.hindsight, haste
 
 

@@ -11,8 +11,8 @@ def tuner_kernel(
     sums, old, new, betas, constants, counters, new_counters, scales, lrs, norm_high, norm_low, tuners,
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
     HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
-    LOSS_WEIGHT: tl.constexpr, LONG_STEP: tl.constexpr, USUAL_LOSS: tl.constexpr, RECENT: tl.constexpr,
-    RELATIVE_EPS: tl.constexpr, START: tl.constexpr, GROWTH: tl.constexpr, OUTLIER: tl.constexpr,
+    LOSS_WEIGHT: tl.constexpr, LONG_STEP: tl.constexpr, SIGN_STEP: tl.constexpr, USUAL_LOSS: tl.constexpr,
+    RECENT: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr, GROWTH: tl.constexpr, OUTLIER: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`rescale_to_lr` and `advance` of `mechanic_plugins.core.tuner`, a tuner a program, and whether the step is made.
@@ -127,16 +127,21 @@ def tuner_kernel(
         share = tl.minimum(tl.maximum(share, 0.0), 1.0)
         root = tl.where(share > 0, tl.exp(tl.log(tl.where(share > 0, share, 1.0)) / 3.0), 0.0)
         weight = 1.0 - (1.0 - LOSS_WEIGHT) * root
+        gain_weight = tl.zeros_like(weight) + 1.0
         if AUTO:
             step = tl.load(constants + 2) * played / tl.where(new_init > 0, new_init, 1.0)
-            step = tl.minimum(tl.where(new_init > 0, step, 0.0) / LONG_STEP, 1.0)
-            weight = tl.maximum(weight, step * step)
+            step = tl.where(new_init > 0, step, 0.0)
+            long = tl.minimum(step / LONG_STEP, 1.0)
+            weight = tl.maximum(weight, long * long)
+            if SIGN_STEP > 0:
+                short = SIGN_STEP / tl.maximum(step, SIGN_STEP)
+                gain_weight *= short * short
         if RECENT < 0:
             usual = USUAL_LOSS * tl.max(tl.where(inside, m, 0.0))
         else:
             usual = USUAL_LOSS * tl.sum(tl.where(lane == RECENT, m, 0.0))
         loss = weight * tl.minimum(rewarded, usual) + tl.maximum(rewarded - usual, 0.0)
-        rewarded = tl.where(rewarded > 0, loss, rewarded)
+        rewarded = tl.where(rewarded > 0, loss, gain_weight * rewarded)
     if RULE == 2 or RULE == 3:  # optax, theory
         rewarded = tl.minimum(tl.maximum(rewarded, -m), m)
     if RULE == 0 or RULE == 3 or RULE == 4:  # paper, theory, optimistic

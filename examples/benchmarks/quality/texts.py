@@ -25,7 +25,7 @@ _GPT: dict[Size, tuple[dict[str, int], int]] = {
 """Shapes and batches; the largest has 10.7 million parameters."""
 _GPT2: dict[Size, tuple[dict[str, int], int]] = {
     "smoke": ({"width": 16, "layers": 1, "length": 16, "heads": 2, "vocabulary": 300, "tied": True}, 4),
-    "gpu": ({"width": 768, "layers": 12, "length": 512, "heads": 12, "vocabulary": 50257, "tied": True}, 32),
+    "gpu": ({"width": 768, "layers": 12, "length": 512, "heads": 12, "vocabulary": 50257, "tied": True}, 16),
 }
 """GPT-2 with its 124 million parameters, though bytes use 256 of its tokens."""
 
