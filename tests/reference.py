@@ -177,10 +177,8 @@ class Part:
             if self.first_move is not None and self.tuner.s_init > 0:  # a fifth of the first weights is a long step
                 step = self.first_move * self.played / self.tuner.s_init
                 self.tuner.loss_weight = max(self.tuner.loss_weight, min(step / 0.2, 1.0) ** 2)
-                if self.steps_are_signs and step > 0.003:
-                    self.tuner.gain_weight = (0.003 / step) ** 2
-                else:
-                    self.tuner.gain_weight = 1.0
+                is_less = self.steps_are_signs and self.played > self.tuner.s_init
+                self.tuner.gain_weight = (self.tuner.s_init / self.played) ** 2 if is_less else 1.0
         decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
         self.h = dg + decay
         if self.is_optimistic:
@@ -288,7 +286,7 @@ class Reference:
         is_sgd, is_lion = (is_ours and name in type(self.base).__name__ for name in ("SGD", "Lion"))
         if first_move is None:
             first_move = 5e-4 if is_sgd else 3e-3
-            further = max(1.0, math.sqrt(1000 / total_steps)) if is_ours and not (is_sgd or is_lion) else 1.0
+            further = max(1.0, math.sqrt(1000 / total_steps)) if is_ours and not is_sgd else 1.0
             haste, first_move = first_move / 6e-3, min(further * first_move, 8e-3)
         else:
             haste = first_move / 6e-3

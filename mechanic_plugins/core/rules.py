@@ -18,7 +18,6 @@ __all__ = [
     "LONG_STEP",
     "LOSS_WEIGHT",
     "RELATIVE_EPS",
-    "SIGN_STEP",
     "USUAL_LOSS",
     "USUAL_LOSS_IF_STEPS_GROW",
     "Bets",
@@ -34,10 +33,6 @@ LOSS_WEIGHT = 0.1
 LONG_STEP = 0.2
 """The optimistic rule: losses count in full where steps as long as the first would be this share of the first weights.
 Where the gradient is mostly noise, nothing else would stop the scale."""
-SIGN_STEP = 3e-3
-"""The optimistic rule: where a base steps by signs and the steps are a longer share of the first weights than this, a
-gain counts less, by the square of it. Such steps are as long where the gradient is mere noise: at the scale that would
-be best for the first hundred, the weights grow, and the run does not recover."""
 USUAL_LOSS = 0.3
 """The optimistic rule: a loss beyond this share of the largest |h| so far counts in full: a run may be diverging."""
 USUAL_LOSS_IF_STEPS_GROW = 0.5
@@ -74,10 +69,14 @@ def loss_weight(state: TunerState, lr: Tensor, settings: Settings) -> Tensor:
 
 
 def gain_weight(state: TunerState, settings: Settings) -> Tensor:
-    """1, or less where steps of signs are long."""
-    if settings.steps != "signs":
+    """1; for a base that steps by signs the square of the first scale over this one, where that is less.
+
+    Such steps are as long where the gradient is mere noise: at the scale that would be best for the first hundred of
+    them the weights grow, and the run does not recover.
+    """
+    if settings.steps != "signs" or settings.s_init != "auto":
         return torch.ones_like(state.played)
-    return (SIGN_STEP / _step_length(state, settings).clamp(min=SIGN_STEP)) ** 2
+    return torch.where(state.played > state.s_init, (state.s_init / state.played) ** 2, 1.0)
 
 
 def _step_length(state: TunerState, settings: Settings) -> Tensor:

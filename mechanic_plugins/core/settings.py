@@ -124,17 +124,15 @@ class Settings:
     def for_run(self, total_steps: int | None) -> Settings:
         """For a run of so many steps: a short one starts further out, rises sooner and has less hindsight.
 
-        What the user or a preset chose stays. So does the first move where a longer one is dangerous: signs are as long
-        as they are anywhere, and SGD's steps grow with the gradient.
+        What the user or a preset chose stays. So do both numbers where steps grow with the gradient.
         """
         if total_steps is None or self.rule != "optimistic":
             return self
-        first_move, hindsight = self.first_move, self.hindsight
-        if self.steps == "normalised" and self._is_open("first_move"):
-            first_move *= max(1.0, LONG_RUN / total_steps) ** 0.5
-            first_move = min(first_move, LONGEST_FIRST_MOVE)
+        first_move, hindsight, share = self.first_move, self.hindsight, min(1.0, total_steps / LONG_RUN)
+        if self.steps != "growing" and self._is_open("first_move"):
+            first_move = min(first_move / share**0.5, LONGEST_FIRST_MOVE)
         if self.steps != "growing" and self._is_open("hindsight"):
-            hindsight *= min(1.0, total_steps / LONG_RUN)
+            hindsight *= share
         sooner = min(max(1.0, HURRIED_RUN / total_steps) ** 3, GREATEST_HASTE)
         return replace(self, first_move=first_move, hindsight=hindsight, haste=sooner * self.first_move / first_move)
 

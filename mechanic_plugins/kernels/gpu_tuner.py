@@ -113,7 +113,7 @@ def _variant(settings: Settings) -> dict[str, Any]:
         "HINDSIGHT": settings.hindsight != 1,
         "RESTATES": settings.own_warmup,
         "LOSS_WEIGHT": rules.LOSS_WEIGHT,
-        "SIGN_STEP": rules.SIGN_STEP if settings.steps == "signs" else 0.0,
+        "SIGNS": settings.steps == "signs",
         "LONG_STEP": rules.LONG_STEP,
         "USUAL_LOSS": rules.USUAL_LOSS_IF_STEPS_GROW if settings.steps == "growing" else rules.USUAL_LOSS,
         "RECENT": rules.recent_bettor(settings.betas) if settings.steps == "growing" else -1,

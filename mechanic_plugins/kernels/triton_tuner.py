@@ -11,7 +11,7 @@ def tuner_kernel(
     sums, old, new, betas, constants, counters, new_counters, scales, lrs, norm_high, norm_low, tuners,
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
     HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
-    LOSS_WEIGHT: tl.constexpr, LONG_STEP: tl.constexpr, SIGN_STEP: tl.constexpr, USUAL_LOSS: tl.constexpr,
+    LOSS_WEIGHT: tl.constexpr, LONG_STEP: tl.constexpr, SIGNS: tl.constexpr, USUAL_LOSS: tl.constexpr,
     RECENT: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr, GROWTH: tl.constexpr, OUTLIER: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -130,12 +130,11 @@ def tuner_kernel(
         gain_weight = tl.zeros_like(weight) + 1.0
         if AUTO:
             step = tl.load(constants + 2) * played / tl.where(new_init > 0, new_init, 1.0)
-            step = tl.where(new_init > 0, step, 0.0)
-            long = tl.minimum(step / LONG_STEP, 1.0)
-            weight = tl.maximum(weight, long * long)
-            if SIGN_STEP > 0:
-                short = SIGN_STEP / tl.maximum(step, SIGN_STEP)
-                gain_weight *= short * short
+            step = tl.minimum(tl.where(new_init > 0, step, 0.0) / LONG_STEP, 1.0)
+            weight = tl.maximum(weight, step * step)
+            if SIGNS:
+                ratio = new_init / tl.where(played > new_init, played, 1.0)
+                gain_weight = tl.where(played > new_init, ratio * ratio, gain_weight)
         if RECENT < 0:
             usual = USUAL_LOSS * tl.max(tl.where(inside, m, 0.0))
         else:

@@ -3,13 +3,15 @@
     python tests/outside/compare.py CHECKOUT [NAME ...]
 
 Alone, an optimizer runs at its default learning rate and at ten times that, and the better loss counts; mechanized it
-starts from its default. An optimizer is worse when the mechanized loss is more than RATIO times the other on either
-problem, or when it raises. `[[table]]` in expected.toml, and its list of what is refused, say which are expected to be,
+starts from its default, and is told the number of steps. The learning rate falls along a cosine: at a constant one,
+which step is the last is chance for many. An optimizer is worse when the mechanized loss is more than RATIO times the
+other on either problem, or when it raises. `[[table]]` in expected.toml, and its list of what is refused, say which are expected to be,
 and why; any other that is, and any of them that is not, makes the exit status 1.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import sys
@@ -82,8 +84,11 @@ def train(problem: Problem, name: str, *, wrap: Callable[[Any], Any], **options:
     """The loss over all samples at the end."""
     model = problem.build()
     opt = wrap(build(name, model, **options))
+    lrs = [group["lr"] for group in opt.param_groups]
     g = torch.Generator().manual_seed(2)
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        for group, lr in zip(opt.param_groups, lrs, strict=True):
+            group["lr"] = lr * (1 + math.cos(math.pi * step / STEPS)) / 2
         batch = torch.randint(SAMPLES, (BATCH,), generator=g)
 
         def closure(batch: Tensor = batch) -> Tensor:
@@ -126,7 +131,7 @@ def compare(name: str, cls: Any) -> Row:
         except Exception as error:  # whatever a foreign optimizer raises is what the table tells
             return Row(name, [], f"alone: {told(error)}")
         try:
-            results.append((alone, train(problem, name, wrap=mechanize)))
+            results.append((alone, train(problem, name, wrap=functools.partial(mechanize, total_steps=STEPS))))
         except Exception as error:
             return Row(name, [], f"mechanized: {told(error)}")
     return Row(name, results)
