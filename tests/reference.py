@@ -78,7 +78,7 @@ class Tuner:
         self.r = np.maximum(0.0, beta * self.r - bet * self.judged(h, usual))
         wealth = self.s_init * self.m / self.n + self.r
         root = np.sqrt(self.v)
-        floor = self.eps + 1e-3 * root.max()
+        floor = self.eps + 1e-2 * root.max()
         self.s = np.divide(wealth, root + floor, out=np.zeros(self.n), where=self.v > 0)
 
     def judged(self, h: float, usual: float) -> float:

@@ -119,7 +119,7 @@ def test_lambda_by_hand() -> None:
 
 @pytest.mark.parametrize(("steps_grow", "judged"), [(False, 0.1 * 3 + 1), (True, 0.1 * 4)])
 def test_the_optimistic_rule_by_hand(steps_grow: bool, judged: float) -> None:
-    # With one beta the floor is a thousandth of sqrt(v) itself. h = -4: s = 0.1 / 1.001. h = -10: r = 10 s,
+    # With one beta the floor is a hundredth of sqrt(v) itself. h = -4: s = 0.1 / 1.01. h = -10: r = 10 s,
     # v = 4 + 100. h = 4, of which the usual share of 10 (0.3, or 0.5 where steps grow) counts a tenth, and the rest in
     # full.
     tuner = Tuner("optimistic", betas=(0.5,), s_init=0.1, eps=0.0)
@@ -128,10 +128,10 @@ def test_the_optimistic_rule_by_hand(steps_grow: bool, judged: float) -> None:
     for h in (-4.0, -10.0, 4.0):
         tuner.step(h)
         seen.append((tuner.s[0], tuner.r[0]))
-    s_2 = 0.1 / 1.001
-    s_3 = (0.1 * 10 + 10 * s_2) / (1.001 * math.sqrt(104))
+    s_2 = 0.1 / 1.01
+    s_3 = (0.1 * 10 + 10 * s_2) / (1.01 * math.sqrt(104))
     r_4 = 5 * s_2 - judged * s_3
-    s_4 = (0.1 * 5 + r_4) / (1.001 * math.sqrt(26 + 16))
+    s_4 = (0.1 * 5 + r_4) / (1.01 * math.sqrt(26 + 16))
     assert r_4 > 0
     assert seen == [pytest.approx(pair, rel=1e-14) for pair in [(s_2, 0), (s_3, 10 * s_2), (s_4, r_4)]]
 
@@ -169,7 +169,7 @@ def test_the_optimistic_start_by_hand() -> None:
         assert reference.x[0].tolist() == [3.0, 4.0]
         reference.step([vector(0.0, g)])
     assert reference.parts[0].tuner.s_init == pytest.approx(3e-3, rel=1e-15)
-    assert reference.x[0][1].item() == pytest.approx(4.0 - 3e-3 / 1.001 * 1.0, rel=1e-14)
+    assert reference.x[0][1].item() == pytest.approx(4.0 - 3e-3 / 1.01 * 1.0, rel=1e-14)
     before = reference.x[0].tolist()
     reference.step([vector(0.0, 101.0)])
     assert (reference.x[0].tolist(), reference.skipped, reference.parts[0].longest) == (before, 1, 10.0)

@@ -84,10 +84,10 @@ def train(problem: Problem, name: str, *, wrap: Callable[[Any], Any], **options:
     """The loss over all samples at the end."""
     model = problem.build()
     opt = wrap(build(name, model, **options))
-    lrs = [group["lr"] for group in opt.param_groups]
+    groups = [(group, group["lr"]) for group in opt.param_groups if "lr" in group]
     g = torch.Generator().manual_seed(2)
     for step in range(STEPS):
-        for group, lr in zip(opt.param_groups, lrs, strict=True):
+        for group, lr in groups:
             group["lr"] = lr * (1 + math.cos(math.pi * step / STEPS)) / 2
         batch = torch.randint(SAMPLES, (BATCH,), generator=g)
 
