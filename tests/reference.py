@@ -307,7 +307,7 @@ class Reference:
                 indices,
                 Tuner(rule, betas=betas, s_init=number, eps=eps),
                 first_move=first_move if s_init == "auto" else None,
-                haste=haste * min(max(1.0, 500 / total_steps) ** 3, 64.0),
+                haste=haste if is_sgd else haste * min(max(1.0, 500 / total_steps) ** 3, 64.0),
                 smoothing=smoothing,
                 max_scale=math.inf if max_scale is None else max_scale,
                 hindsight=hindsight,

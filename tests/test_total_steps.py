@@ -71,7 +71,7 @@ def test_it_leads_where_the_reference_does(base: str, total_steps: int) -> None:
 @pytest.mark.parametrize(
     ("base", "options"),
     [
-        ("SGD", {"smoothing": 0}),
+        ("SGD", {}),
         ("AdamW", {"first_move": 3e-3, "hindsight": 0.15, "smoothing": 0}),
         ("AdamW", {"first_move": 1e-3, "hindsight": 0.5, "smoothing": 0}),
         ("AdamW", {"preset": "0.1"}),

@@ -124,14 +124,14 @@ class Settings:
     def for_run(self, total_steps: int | None) -> Settings:
         """For a run of so many steps: a short one starts further out, rises sooner and has less hindsight.
 
-        What the user or a preset chose stays. So do both numbers where steps grow with the gradient.
+        What the user or a preset chose stays. So does everything where steps grow with the gradient.
         """
-        if total_steps is None or self.rule != "optimistic":
+        if total_steps is None or self.rule != "optimistic" or self.steps == "growing":
             return self
         first_move, hindsight, share = self.first_move, self.hindsight, min(1.0, total_steps / LONG_RUN)
-        if self.steps != "growing" and self._is_open("first_move"):
+        if self._is_open("first_move"):
             first_move = min(first_move / share**0.5, LONGEST_FIRST_MOVE)
-        if self.steps != "growing" and self._is_open("hindsight"):
+        if self._is_open("hindsight"):
             hindsight *= share
         sooner = min(max(1.0, HURRIED_RUN / total_steps) ** 3, GREATEST_HASTE)
         return replace(self, first_move=first_move, hindsight=hindsight, haste=sooner * self.first_move / first_move)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from mechanic_plugins import mechanize
 
-STEPS, BATCH, SAMPLES = 300, 64, 512
+STEPS, BATCH, SAMPLES, HELD_OUT = 300, 64, 512, 2048
 RATIO = 3.0
 CLOSURE = ("alig", "bsam", "emofact", "emolynx", "emonavi", "lbfgs")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -63,12 +63,13 @@ class Row(NamedTuple):
 
 def problems() -> list[Problem]:
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(SAMPLES, 8, generator=g)
-    y = (x[:, :2].sin().sum(1, keepdim=True) + x[:, 2:3] * x[:, 3:4]) + 0.3 * torch.randn(SAMPLES, 1, generator=g)
+    rows = SAMPLES + HELD_OUT
+    x = torch.randn(rows, 8, generator=g)
+    y = (x[:, :2].sin().sum(1, keepdim=True) + x[:, 2:3] * x[:, 3:4]) + 0.3 * torch.randn(rows, 1, generator=g)
     centres = torch.randn(4, 8, generator=g)
-    label = torch.randint(4, (SAMPLES,), generator=g)
-    points = centres[label] + torch.randn(SAMPLES, 8, generator=g)
-    noisy = torch.where(torch.rand(SAMPLES, generator=g) < 0.1, torch.randint(4, (SAMPLES,), generator=g), label)
+    label = torch.randint(4, (rows,), generator=g)
+    points = centres[label] + torch.randn(rows, 8, generator=g)
+    noisy = torch.where(torch.rand(rows, generator=g) < 0.1, torch.randint(4, (rows,), generator=g), label)
     return [
         Problem("regression", x, y, lambda: mlp(1), F.mse_loss),
         Problem("classification", points, noisy, lambda: mlp(4), F.cross_entropy),
@@ -81,7 +82,7 @@ def mlp(outputs: int) -> nn.Module:
 
 
 def train(problem: Problem, name: str, *, wrap: Callable[[Any], Any], **options: Any) -> float:
-    """The loss over all samples at the end."""
+    """The loss at the end over samples that were held out."""
     model = problem.build()
     opt = wrap(build(name, model, **options))
     groups = [(group, group["lr"]) for group in opt.param_groups if "lr" in group]
@@ -101,7 +102,7 @@ def train(problem: Problem, name: str, *, wrap: Callable[[Any], Any], **options:
         closure()
         opt.step(closure) if name in CLOSURE else opt.step()
     with torch.no_grad():
-        return problem.loss(model(problem.x), problem.y).item()
+        return problem.loss(model(problem.x[SAMPLES:]), problem.y[SAMPLES:]).item()
 
 
 def set_gradients(model: nn.Module, loss: Tensor, *, create_graph: bool) -> None:
