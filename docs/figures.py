@@ -71,6 +71,29 @@ def quality_by_family() -> Figure:
     return figure
 
 
+def gpt2_124m() -> Figure:
+    """GPT-2 124M: the loss at three learning rates and with Mechanic, and what it learned."""
+    lines = (QUALITY / "results" / "quality.jsonl").read_text().splitlines()
+    runs = [run for run in map(json.loads, lines) if run["family"] == "GPT-2"]
+    runs.sort(key=lambda run: (run["method"] == "mechanic", run["lr"]))
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    losses, lrs = figure.subplots(1, 2)
+    for run, color in zip(runs, ("tab:blue", "tab:green", "tab:orange", "crimson"), strict=True):
+        name = "Mechanic" if run["method"] == "mechanic" else f"lr {run['lr']:g}"
+        losses.plot(run["at"], run["losses"], color=color, linewidth=1, label=f"{name}: {run['test_loss']:.2f}")
+        if run["method"] == "mechanic":
+            lrs.plot(run["at"], run["effective_lrs"], color=color, label="learned")
+        else:
+            lrs.axhline(run["lr"], color=color, linestyle=":", label=name)
+    losses.set(xlabel="step", ylabel="training loss", ylim=(1.2, 4))
+    losses.legend(title="validation loss at the end")
+    lrs.set(xlabel="step", ylabel="peak learning rate", yscale="log")
+    lrs.legend()
+    for axes in (losses, lrs):
+        axes.grid(alpha=0.25)
+    return figure
+
+
 def cost_by_size() -> Figure:
     """A step's time over that of the base alone, by the number of parameters."""
     records = [json.loads(line) for line in COST.read_text().splitlines()]
@@ -93,8 +116,8 @@ def cost_by_size() -> Figure:
 
 def main() -> None:
     """Writes them all."""
-    for figure, name in ((quality_by_family(), "quality_by_family"), (cost_by_size(), "cost_by_size")):
-        figure.savefig(HERE / "images" / f"{name}.png", dpi=110)
+    for draw in (quality_by_family, gpt2_124m, cost_by_size):
+        draw().savefig(HERE / "images" / f"{draw.__name__}.png", dpi=110)
 
 
 if __name__ == "__main__":

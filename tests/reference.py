@@ -45,7 +45,7 @@ class Tuner:
         self.eps = eps
         self.loss_weight = 1.0  # optimistic only: set before each step
         self.steps_grow = False  # optimistic only: with the gradient, as those of SGD
-        self.gain_weight = 1.0  # optimistic only: below 1 for long steps that are signs
+        self.gain_weight = 1.0  # optimistic only: below 1 for long steps
         self.r: Vector = np.zeros(self.n)
         self.m: Vector = np.zeros(self.n)
         self.v: Vector = np.zeros(self.n)
@@ -82,7 +82,7 @@ class Tuner:
         self.s = np.divide(wealth, root + floor, out=np.zeros(self.n), where=self.v > 0)
 
     def judged(self, h: float, usual: float) -> float:
-        """A gain counts in full but for long steps of signs, a loss less but for what is beyond the usual size."""
+        """A gain counts in full but for long steps, a loss less but for what is beyond the usual size."""
         if h <= 0:
             return self.gain_weight * h
         return self.loss_weight * h if h < usual else self.loss_weight * usual + (h - usual)
@@ -177,8 +177,8 @@ class Part:
             if self.first_move is not None and self.tuner.s_init > 0:  # a fifth of the first weights is a long step
                 step = self.first_move * self.played / self.tuner.s_init
                 self.tuner.loss_weight = max(self.tuner.loss_weight, min(step / 0.2, 1.0) ** 2)
-                is_less = self.steps_are_signs and self.played > self.tuner.s_init
-                self.tuner.gain_weight = (self.tuner.s_init / self.played) ** 2 if is_less else 1.0
+                allowed = self.first_move if self.steps_are_signs else 0.2
+                self.tuner.gain_weight = min(allowed / step, 1.0) ** 2 if step > 0 else 1.0
         decay = s_decay * self.played * math.sqrt(gg) * dx / math.sqrt(xx) if xx > 0 else 0.0
         self.h = dg + decay
         if self.is_optimistic:

@@ -177,17 +177,12 @@ def test_losses_count_fully_where_steps_are_long() -> None:
         assert rules.loss_weight(state, lr, Settings(s_init=3e-3)).item() == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("steps", "long"), [("normalised", 1.0), ("growing", 1.0), ("signs", 0.0625)])
-def test_gains_by_long_steps_of_signs_count_less(steps: Any, long: float) -> None:
+@pytest.mark.parametrize(("steps", "allowed"), [("normalised", 0.2), ("growing", 0.2), ("signs", 3e-3)])
+def test_gains_by_long_steps_count_less(steps: Any, allowed: float) -> None:
     settings, one = Settings(steps=steps), torch.ones(1, 1, dtype=torch.float64)
     state = initial_state(settings, tuners=1, device=CPU)
-    for played, expected in (
-        (0.0, 1.0),
-        (2e-3, 1.0),
-        (3e-3, 1.0),
-        (0.012, long),
-    ):  # times the length of the first update
-        state = state._replace(s_init=3e-3 * one, played=played * one)
+    for share, expected in ((0.0, 1.0), (0.7, 1.0), (1.0, 1.0), (4.0, 0.0625)):  # of what is allowed
+        state = state._replace(s_init=3e-3 * one, played=share * allowed * one)
         assert rules.gain_weight(state, settings).item() == pytest.approx(expected)
         assert rules.gain_weight(state, replace(settings, s_init=3e-3)).item() == 1.0
 

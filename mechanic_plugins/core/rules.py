@@ -31,8 +31,9 @@ __all__ = [
 LOSS_WEIGHT = 0.1
 """The optimistic rule: how much a loss counts beside a gain, at the peak of the schedule."""
 LONG_STEP = 0.2
-"""The optimistic rule: losses count in full where steps as long as the first would be this share of the first weights.
-Where the gradient is mostly noise, nothing else would stop the scale."""
+"""The optimistic rule: losses count in full where steps as long as the first would be this share of the first weights,
+and beyond it gains count less, by the square. Where the gradient is mostly noise, nothing else would stop the scale;
+and at a loss near 0 weight decay makes gains for ever, by what it takes away."""
 USUAL_LOSS = 0.3
 """The optimistic rule: a loss beyond this share of the largest |h| so far counts in full: a run may be diverging."""
 USUAL_LOSS_IF_STEPS_GROW = 0.5
@@ -70,14 +71,15 @@ def loss_weight(state: TunerState, lr: Tensor, settings: Settings) -> Tensor:
 
 
 def gain_weight(state: TunerState, settings: Settings) -> Tensor:
-    """1; for a base that steps by signs the square of the first scale over this one, where that is less.
+    """1, and less where steps are long; for a base that steps by signs, wherever the scale is above the first one.
 
-    Such steps are as long where the gradient is mere noise: at the scale that would be best for the first hundred of
-    them the weights grow, and the run does not recover.
+    Signs are as long where the gradient is mere noise: at the scale that would be best for the first hundred steps the
+    weights grow, and the run does not recover.
     """
-    if settings.steps != "signs" or settings.s_init != "auto":
+    if settings.s_init != "auto":
         return torch.ones_like(state.played)
-    return torch.where(state.played > state.s_init, (state.s_init / state.played) ** 2, 1.0)
+    allowed = settings.first_move if settings.steps == "signs" else LONG_STEP
+    return (allowed / _step_length(state, settings).clamp(min=allowed)) ** 2
 
 
 def _step_length(state: TunerState, settings: Settings) -> Tensor:

@@ -17,7 +17,7 @@ That is `rule="paper"`. The default, `rule="optimistic"`, differs in these ways,
 - A loss (h > 0) counts less than a gain while the learning rate is near its peak, since much of it is noise that the
   schedule's fall will remove: `loss_weight`. In full counts only what is beyond the usual size (`USUAL_LOSS`), the sign
   of a run that diverges, and all of it where steps have become long (`LONG_STEP`), since noise alone would raise S.
-  A gain counts less where a base steps by signs and the scale is above the first one (`gain_weight`).
+  Gains count less then, and sooner where a base steps by signs (`gain_weight`).
 - sqrt(v) has a floor relative to the longest memory's, instead of an absolute eps: near zero loss h fades away, and a
   bettor with a short memory would raise its bet without limit. So nothing depends on the scale of the loss either.
 - h is the slope of all that the base minimises: of the loss and, where weight decay is added to the gradient, of the

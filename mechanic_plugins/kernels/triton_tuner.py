@@ -130,11 +130,14 @@ def tuner_kernel(
         gain_weight = tl.zeros_like(weight) + 1.0
         if AUTO:
             step = tl.load(constants + 2) * played / tl.where(new_init > 0, new_init, 1.0)
-            step = tl.minimum(tl.where(new_init > 0, step, 0.0) / LONG_STEP, 1.0)
-            weight = tl.maximum(weight, step * step)
+            step = tl.where(new_init > 0, step, 0.0)
+            long = tl.minimum(step / LONG_STEP, 1.0)
+            weight = tl.maximum(weight, long * long)
+            allowed = LONG_STEP + tl.zeros_like(step)
             if SIGNS:
-                ratio = new_init / tl.where(played > new_init, played, 1.0)
-                gain_weight = tl.where(played > new_init, ratio * ratio, gain_weight)
+                allowed = tl.load(constants + 2)
+            short = allowed / tl.maximum(step, allowed)
+            gain_weight = short * short
         if RECENT < 0:
             usual = USUAL_LOSS * tl.max(tl.where(inside, m, 0.0))
         else:

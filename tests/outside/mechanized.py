@@ -143,9 +143,6 @@ def _train_longer(trainer: Any) -> None:
 
         @functools.wraps(run)
         def longer(self: Any, iterations: int = 5, *, run: Any = run, **kwargs: Any) -> None:
-            steps = iterations + MORE_STEPS
-            if isinstance(self.optimizer, MechanicOptimizer):
-                self.optimizer.total_steps = steps  # as the frameworks' plugins do
-            run(self, iterations=steps, **kwargs)
+            run(self, iterations=iterations + MORE_STEPS, **kwargs)
 
         setattr(trainer, name, longer)
