@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mechanic_plugins import mechanize
 from mechanic_plugins.lion import Lion
 
-STEPS = 800
+STEPS = 500
 LATE = STEPS // 10
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
