@@ -270,6 +270,7 @@ class Reference:
         max_grad_norm: float = math.inf,
         total_steps: float = math.inf,
     ) -> None:
+        total_steps = max(total_steps, 140)
         self.max_grad_norm = max_grad_norm
         self.grad_norm = 0.0  # before clipping
         self.x_ref = [p.detach().to(torch.float64, copy=True) for p in params]
@@ -287,7 +288,7 @@ class Reference:
         if first_move is None:
             first_move = 5e-4 if is_sgd else 3e-3
             further = max(1.0, math.sqrt(1000 / total_steps)) if is_ours and not is_sgd else 1.0
-            haste, first_move = first_move / 6e-3, min(further * first_move, 8e-3)
+            haste, first_move = first_move / 6e-3, further * first_move
         else:
             haste = first_move / 6e-3
         ours = 0.3 if is_sgd else 0.15 * min(1.0, total_steps / 1000)
@@ -307,7 +308,7 @@ class Reference:
                 indices,
                 Tuner(rule, betas=betas, s_init=number, eps=eps),
                 first_move=first_move if s_init == "auto" else None,
-                haste=haste if is_sgd else haste * min(max(1.0, 500 / total_steps) ** 3, 64.0),
+                haste=haste if is_sgd else haste * max(1.0, 500 / total_steps) ** 3,
                 smoothing=smoothing,
                 max_scale=math.inf if max_scale is None else max_scale,
                 hindsight=hindsight,

@@ -36,8 +36,8 @@ def trained(base: str, steps: int = 30, **options: Any) -> tuple[Tensor, Mechani
 @pytest.mark.parametrize(
     ("total_steps", "first_move", "hindsight", "haste"),
     [
-        (1, 8e-3, 0.00015, 32.0),
-        (100, 8e-3, 0.015, 32.0),
+        (1, 3e-3 / 0.14**0.5, 0.021, 0.5 / 0.28**3),
+        (140, 3e-3 / 0.14**0.5, 0.021, 0.5 / 0.28**3),
         (250, 6e-3, 0.0375, 4.0),
         (640, 3.75e-3, 0.096, 0.5),
         (1000, 3e-3, 0.15, 0.5),
@@ -97,7 +97,7 @@ def test_it_may_be_set_before_the_first_steps() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))], ids=["copy", "pickle"])
 def test_copies_know_it(copied: Any) -> None:
     twin = copied(mechanize(BASES["AdamW"]([nn.Parameter(torch.ones(2))]), total_steps=75))
-    assert (twin.total_steps, twin._units.settings.first_move) == (75, 8e-3)
+    assert (twin.total_steps, twin._units.settings.first_move) == (75, 3e-3 / 0.14**0.5)
 
 
 @pytest.mark.parametrize(("first", "then"), [(75, 10_000), (10_000, 75), (75, None)])

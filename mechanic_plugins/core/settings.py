@@ -56,11 +56,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The paper's constants, and the defaults of version 0.1 of this package."""
 FOR_GROWING_STEPS: dict[str, Any] = {"first_move": 5e-4, "hindsight": 0.3}
 """The defaults for a base whose steps grow with the gradient: at too large a scale it diverges within a few steps."""
-LONG_RUN, LONGEST_FIRST_MOVE = 1000, 8e-3
-"""A run of fewer steps starts further out, by the root of how much shorter it is, up to the second number, and has less
-hindsight, in proportion. Otherwise the scale would still be rising when a LoRA of 75 steps ends."""
-HURRIED_RUN, GREATEST_HASTE = 500, 64.0
-"""A run of fewer steps also rises sooner, by the cube of how much shorter it is, up to the second number."""
+LONG_RUN, HURRIED_RUN, SHORT_RUN = 1000, 500, 140
+"""A run of fewer steps than the first starts further out, by the root of how much shorter it is, and has less
+hindsight, in proportion. One of fewer than the second rises sooner, by the cube. Below the third all are alike.
+Otherwise the scale would still be rising when a LoRA of 75 steps ends."""
 LEFT_OPEN = tuple(PRESETS["0.1"])
 """Options that may be None: the preset's value is used, or the rule's, or the default."""
 
@@ -128,12 +127,13 @@ class Settings:
         """
         if total_steps is None or self.rule != "optimistic" or self.steps == "growing":
             return self
+        total_steps = max(total_steps, SHORT_RUN)
         first_move, hindsight, share = self.first_move, self.hindsight, min(1.0, total_steps / LONG_RUN)
         if self._is_open("first_move"):
-            first_move = min(first_move / share**0.5, LONGEST_FIRST_MOVE)
+            first_move /= share**0.5
         if self._is_open("hindsight"):
             hindsight *= share
-        sooner = min(max(1.0, HURRIED_RUN / total_steps) ** 3, GREATEST_HASTE)
+        sooner = max(1.0, HURRIED_RUN / total_steps) ** 3
         return replace(self, first_move=first_move, hindsight=hindsight, haste=sooner * self.first_move / first_move)
 
     def _is_open(self, name: str) -> bool:
