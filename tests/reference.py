@@ -268,9 +268,8 @@ class Reference:
         hindsight: float | None = None,
         own_warmup: bool | None = None,
         max_grad_norm: float = math.inf,
-        total_steps: float = math.inf,
+        total_steps: int | None = None,
     ) -> None:
-        total_steps = max(total_steps, 140)
         self.max_grad_norm = max_grad_norm
         self.grad_norm = 0.0  # before clipping
         self.x_ref = [p.detach().to(torch.float64, copy=True) for p in params]
@@ -283,16 +282,18 @@ class Reference:
         self.c: float | None = None if normalize_lr else 1.0
         self.s_decay = s_decay
         is_ours = rule == "optimistic"
-        smoothing = (0.97 if is_ours else 0.0) if smoothing is None else smoothing
         is_sgd, is_lion = (is_ours and name in type(self.base).__name__ for name in ("SGD", "Lion"))
+        # what is not given depends on the thousands of steps in the run, if they are known
+        length = max(total_steps, 140) / 1000 if total_steps is not None and is_ours and not is_sgd else 1.0
+        slow = min(max(2 * length - 2, 0.0), 1.0)
+        usual_move = 5e-4 if is_sgd else 3e-3
+        haste = (usual_move if first_move is None else first_move) / 6e-3 * max(1.0, 0.5 / length) ** 3
         if first_move is None:
-            first_move = 5e-4 if is_sgd else 3e-3
-            further = max(1.0, math.sqrt(1000 / total_steps)) if is_ours and not is_sgd else 1.0
-            haste, first_move = first_move / 6e-3, further * first_move
-        else:
-            haste = first_move / 6e-3
-        ours = 0.3 if is_sgd else 0.15 * min(1.0, total_steps / 1000)
-        hindsight = (ours if is_ours else 1.0) if hindsight is None else hindsight
+            first_move = usual_move * max(1.0, length**-0.5) - (0.0 if is_lion else slow * 1.6e-3)
+        if smoothing is None:
+            smoothing = 0.97 + 0.02 * slow if is_ours else 0.0
+        if hindsight is None:
+            hindsight = (0.3 if is_sgd else 0.15) * min(1.0, length) if is_ours else 1.0
         own_warmup = is_ours if own_warmup is None else own_warmup
         if eps is None:
             eps = {"optimistic": 0.0, "experiments": 1e-10}.get(rule, 1e-8)
@@ -308,7 +309,7 @@ class Reference:
                 indices,
                 Tuner(rule, betas=betas, s_init=number, eps=eps),
                 first_move=first_move if s_init == "auto" else None,
-                haste=haste if is_sgd else haste * max(1.0, 500 / total_steps) ** 3,
+                haste=haste,
                 smoothing=smoothing,
                 max_scale=math.inf if max_scale is None else max_scale,
                 hindsight=hindsight,

@@ -15,6 +15,7 @@ from reference import Reference
 from torch import Tensor, nn
 
 from mechanic_plugins import MechanicOptimizer, mechanize
+from mechanic_plugins.core.run_length import settings_for_run
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner import haste_of
 from mechanic_plugins.lion import Lion
@@ -34,26 +35,28 @@ def trained(base: str, steps: int = 30, **options: Any) -> tuple[Tensor, Mechani
 
 
 @pytest.mark.parametrize(
-    ("total_steps", "first_move", "hindsight", "haste"),
+    ("total_steps", "first_move", "smoothing", "hindsight", "haste"),
     [
-        (1, 3e-3 / 0.14**0.5, 0.021, 0.5 / 0.28**3),
-        (140, 3e-3 / 0.14**0.5, 0.021, 0.5 / 0.28**3),
-        (250, 6e-3, 0.0375, 4.0),
-        (640, 3.75e-3, 0.096, 0.5),
-        (1000, 3e-3, 0.15, 0.5),
-        (10**6, 3e-3, 0.15, 0.5),
-        (None, 3e-3, 0.15, 0.5),
+        (1, 3e-3 / 0.14**0.5, 0.97, 0.021, 0.5 / 0.28**3),
+        (140, 3e-3 / 0.14**0.5, 0.97, 0.021, 0.5 / 0.28**3),
+        (250, 6e-3, 0.97, 0.0375, 4.0),
+        (640, 3.75e-3, 0.97, 0.096, 0.5),
+        (1000, 3e-3, 0.97, 0.15, 0.5),
+        (1250, 2.2e-3, 0.98, 0.15, 0.5),
+        (10**6, 1.4e-3, 0.99, 0.15, 0.5),
+        (None, 3e-3, 0.97, 0.15, 0.5),
     ],
 )
 def test_a_short_run_starts_further_out_and_rises_sooner(
-    total_steps: int | None, first_move: float, hindsight: float, haste: float
+    total_steps: int | None, first_move: float, smoothing: float, hindsight: float, haste: float
 ) -> None:
-    settings = Settings().for_run(total_steps)
-    assert (settings.first_move, settings.hindsight) == pytest.approx((first_move, hindsight), rel=1e-13)
-    assert haste_of(settings) == pytest.approx(haste, rel=1e-13)
+    settings = settings_for_run(Settings(), total_steps)
+    expected = (first_move, smoothing, hindsight, haste)
+    found = (settings.first_move, settings.smoothing, settings.hindsight, haste_of(settings))
+    assert found == pytest.approx(expected, rel=1e-13)
 
 
-@pytest.mark.parametrize("total_steps", [75, 250, 640, 10_000])
+@pytest.mark.parametrize("total_steps", [75, 250, 640, 1200, 10_000])
 @pytest.mark.parametrize("base", [*BASES, "Lion"])
 def test_it_leads_where_the_reference_does(base: str, total_steps: int) -> None:
     build = {**BASES, "Lion": lambda params: Lion(params, lr=1e-3)}[base]

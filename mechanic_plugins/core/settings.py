@@ -56,10 +56,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The paper's constants, and the defaults of version 0.1 of this package."""
 FOR_GROWING_STEPS: dict[str, Any] = {"first_move": 5e-4, "hindsight": 0.3}
 """The defaults for a base whose steps grow with the gradient: at too large a scale it diverges within a few steps."""
-LONG_RUN, HURRIED_RUN, SHORT_RUN = 1000, 500, 140
-"""A run of fewer steps than the first starts further out, by the root of how much shorter it is, and has less
-hindsight, in proportion. One of fewer than the second rises sooner, by the cube. Below the third all are alike.
-Otherwise the scale would still be rising when a LoRA of 75 steps ends."""
 LEFT_OPEN = tuple(PRESETS["0.1"])
 """Options that may be None: the preset's value is used, or the rule's, or the default."""
 
@@ -83,7 +79,7 @@ class Settings:
     steps: Steps = field(default="normalised", repr=False)
     """Not an option: what the base's steps are like, which `for_base` notes."""
     haste: float = field(default=1.0, repr=False)
-    """Not an option: how much sooner than in a long run the scale may rise, which `for_run` notes."""
+    """Not an option: how much sooner than in a long run the scale may rise, which `settings_for_run` notes."""
     _chosen: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -115,28 +111,13 @@ class Settings:
         if self.rule != "optimistic":
             return self
         defaults = FOR_GROWING_STEPS if steps == "growing" else {}
-        open_ = {name: value for name, value in defaults.items() if self._is_open(name)}
+        open_ = {name: value for name, value in defaults.items() if self.is_open(name)}
         changed = replace(self, steps=steps, **open_)
         object.__setattr__(changed, "_chosen", self._chosen)
         return changed
 
-    def for_run(self, total_steps: int | None) -> Settings:
-        """For a run of so many steps: a short one starts further out, rises sooner and has less hindsight.
-
-        What the user or a preset chose stays. So does everything where steps grow with the gradient.
-        """
-        if total_steps is None or self.rule != "optimistic" or self.steps == "growing":
-            return self
-        total_steps = max(total_steps, SHORT_RUN)
-        first_move, hindsight, share = self.first_move, self.hindsight, min(1.0, total_steps / LONG_RUN)
-        if self._is_open("first_move"):
-            first_move /= share**0.5
-        if self._is_open("hindsight"):
-            hindsight *= share
-        sooner = max(1.0, HURRIED_RUN / total_steps) ** 3
-        return replace(self, first_move=first_move, hindsight=hindsight, haste=sooner * self.first_move / first_move)
-
-    def _is_open(self, name: str) -> bool:
+    def is_open(self, name: str) -> bool:
+        """Whether neither the user nor a preset chose it, nor the kind of base."""
         return name not in self._chosen and getattr(self, name) == getattr(Settings, name)
 
     def at_lr(self, lr: float) -> Settings:

@@ -16,9 +16,9 @@ __all__ = ["SMALL", "local_sums", "parts", "reals", "waits_for_host"]
 _CHUNK = {"cpu": 1 << 18}
 """Elements that are summed in float32 before float64 takes over. A CPU's sums are off by about 1e-7 then; GPUs add in
 trees, and have few launches to give."""
-SMALL, _ROW = 1 << 20, 1 << 26
-"""Elements of a tensor that a GPU sums together with others, in copies, and of all of these at a time: one by one it
-would wait for the host."""
+SMALL, _ROW = 1 << 24, 1 << 26
+"""Elements of a tensor that a GPU takes together with others, and of all of these at a time: one by one it would wait
+for the host."""
 _DOTS = 5
 """Inner products of a tensor's weights, gradient and delta."""
 
@@ -38,22 +38,10 @@ def local_sums(param_states: Sequence[ParamState], *, device: torch.device) -> T
 def _sums(param_states: Sequence[ParamState], *, device: torch.device, at_least: torch.dtype = torch.float32) -> Tensor:
     dots: list[Tensor] = []
     if waits_for_host(param_states[0].x.device):
-        large, param_states = _large_and_rows(param_states, at_least)
-        _add_dots_of_large(large, dots)
+        param_states = _in_rows(param_states)
     for param_state in param_states:
         _add_dots(param_state, dots, at_least)
     return torch.stack(dots).to(device, non_blocking=True).view(-1, _DOTS).sum(0, dtype=torch.float64)
-
-
-def _add_dots_of_large(param_states: Sequence[ParamState], dots: list[Tensor]) -> None:
-    """The five of each tensor, the squares of all at once: half of the launches."""
-    if not param_states:
-        return
-    xs, gs, ds = (list(tensors) for tensors in zip(*(state[:3] for state in param_states), strict=True))
-    squares = [torch._foreach_pow(torch._foreach_norm(tensors), 2) for tensors in (gs, xs, ds)]
-    for x, g, d, gg, xx, dd in zip(xs, gs, ds, *squares, strict=True):
-        row = d.reshape(-1)
-        dots += [torch.dot(row, g.reshape(-1)), gg, xx, torch.dot(row, x.reshape(-1)), dd]
 
 
 def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype) -> None:
@@ -74,27 +62,17 @@ def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype
         dots.append(zero if e is None else torch.dot(e, e))
 
 
-def _large_and_rows(
-    param_states: Sequence[ParamState], at_least: torch.dtype
-) -> tuple[list[ParamState], list[ParamState]]:
-    """Those that are long and need no copies, and the others, with the small ones in a few long rows."""
-    large, others, small = list[ParamState](), list[ParamState](), list[ParamState]()
+def _in_rows(param_states: Sequence[ParamState]) -> list[ParamState]:
+    """Those that are long or lack something, and copies of the others in a few long rows."""
+    alone, small = list[ParamState](), list[ParamState]()
     for state in param_states:
-        if state.grad is None or state.delta is None:
-            others.append(state)
-        elif state.x.numel() <= SMALL:
-            small.append(state)
-        else:
-            dtypes = {state.x.dtype, state.grad.dtype, state.delta.dtype}
-            is_wide = dtypes <= {torch.float32, torch.float64} and dtypes == {
-                torch.promote_types(state.x.dtype, at_least)
-            }
-            (large if is_wide else others).append(state)
+        is_small = state.x.numel() <= SMALL and state.grad is not None and state.delta is not None
+        (small if is_small else alone).append(state)
     for here in parts([state.x.numel() for state in small]):
         columns = zip(*(state[:3] for state in small[here]), strict=True)
         x, grad, delta = (_flatten_dense_tensors(reals(tensors)) for tensors in columns)  # type: ignore[no-untyped-call]
-        others.append(ParamState(x, grad, delta, None))
-    return large, others
+        alone.append(ParamState(x, grad, delta, None))
+    return alone
 
 
 def waits_for_host(device: torch.device) -> bool:

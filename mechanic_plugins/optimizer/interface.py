@@ -26,6 +26,7 @@ from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.groups import Owner, show_scales
 from mechanic_plugins.core.param_state import DELTA, PREFIX
+from mechanic_plugins.core.run_length import settings_for_run
 from mechanic_plugins.core.settings import Settings, check_max_grad_norm, check_total_steps, checked_delta_dtype
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
 from mechanic_plugins.optimizer.delegate import Delegate, Group
@@ -91,7 +92,7 @@ class Wrapper(Delegate):
         """Everything that is not state: rebuilt after unpickling."""
         self._held: dict[str, Progress | None] = {}
         vars(self.base)[_LIVE] = self.settings, self._held
-        self._units = Units(self.base, self.settings.for_run(self._total_steps))
+        self._units = Units(self.base, settings_for_run(self.settings, self._total_steps))
         self._dry_state: object = None
         self._is_plain = False
         self._known_params: list[Tensor] = []
@@ -114,7 +115,7 @@ class Wrapper(Delegate):
     @total_steps.setter
     def total_steps(self, value: int | None) -> None:
         check_total_steps(value)
-        self._total_steps, self._units.settings = value, self.settings.for_run(value)
+        self._total_steps, self._units.settings = value, settings_for_run(self.settings, value)
 
     def add_param_group(self, param_group: Group) -> None:
         """The new parameters start with delta = 0; with `scope="group"` they get a tuner of their own."""
