@@ -109,6 +109,8 @@ def matches(pattern: str, item: pytest.Item) -> bool:
 
 _accepted: set[str] = set()
 """Classes that have been mechanized."""
+_being_built: list[type[Optimizer]] = []
+"""One whose constructor runs: what it builds inside is a part of it."""
 
 
 def _new_mechanized(cls: type[Optimizer], *args: Any, suite: str, **kwargs: Any) -> Optimizer:
@@ -116,9 +118,14 @@ def _new_mechanized(cls: type[Optimizer], *args: Any, suite: str, **kwargs: Any)
     made: Optimizer = object.__new__(cls)
     is_copy = not args and not kwargs  # copy and pickle call it so
     is_around_another = any(isinstance(arg, MechanicOptimizer) for arg in (*args, *kwargs.values()))
-    if is_copy or is_around_another or kwargs.get("differentiable") or issubclass(cls, MechanicOptimizer):
+    is_ours = issubclass(cls, MechanicOptimizer)
+    if is_copy or is_around_another or is_ours or kwargs.get("differentiable") or _being_built:
         return made
-    made.__init__(*args, **kwargs)  # type: ignore[misc]
+    _being_built.append(cls)
+    try:
+        made.__init__(*args, **kwargs)  # type: ignore[misc]
+    finally:
+        _being_built.pop()
     try:
         mechanized = mechanize(made)
     except ValueError:
