@@ -289,7 +289,7 @@ class Reference:
         usual_move = 5e-4 if is_sgd else 3e-3
         haste = (usual_move if first_move is None else first_move) / 6e-3 * max(1.0, 0.5 / length) ** 3
         if first_move is None:
-            first_move = usual_move * max(1.0, length**-0.5) - (0.0 if is_lion else slow * 1.6e-3)
+            first_move = usual_move * max(1.0, length**-0.5) - slow * 1.6e-3
         if smoothing is None:
             smoothing = 0.97 + 0.02 * slow if is_ours else 0.0
         if hindsight is None:

@@ -33,9 +33,7 @@ def settings_for_run(settings: Settings, total_steps: int | None) -> Settings:
     slow = min(max((steps - LONG) / (SLOW - LONG), 0.0), 1.0)
     changed: dict[str, Any] = {}
     if settings.is_open("first_move"):
-        changed["first_move"] = first_move * max(1.0, math.sqrt(LONG / steps))
-        if settings.steps != "signs":  # `rules.gain_weight` holds their scale back
-            changed["first_move"] += slow * (SLOW_FIRST_MOVE - first_move)
+        changed["first_move"] = first_move * max(1.0, math.sqrt(LONG / steps)) + slow * (SLOW_FIRST_MOVE - first_move)
     if settings.is_open("hindsight"):
         changed["hindsight"] = settings.hindsight * min(1.0, steps / LONG)
     if settings.is_open("smoothing"):
