@@ -74,7 +74,7 @@ def quality_by_family() -> Figure:
 def gpt2_124m() -> Figure:
     """GPT-2 124M: the loss at three learning rates and with Mechanic, and what it learned."""
     lines = (QUALITY / "results" / "quality.jsonl").read_text().splitlines()
-    runs = [run for run in map(json.loads, lines) if run["family"] == "GPT-2"]
+    runs = [run for run in map(json.loads, lines) if run["family"] == "GPT-2" and run["seed"] == 0]
     runs.sort(key=lambda run: (run["method"] == "mechanic", run["lr"]))
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     losses, lrs = figure.subplots(1, 2)

@@ -21,8 +21,7 @@ from mechanic_plugins.lion import Lion as PackagesLion
 STEPS = 300  # of one base; longer than any window or memory that a rule has
 BASES = {row.name: row for row in OPTIMIZERS}
 FOLLOWED_LONG = "AdamW"
-USUAL = 90  # beyond the 72 in which the smoothing's window grows, and what is a base's or a rule's own comes up before
-SHORT = 60  # where only an option or a variant differs from what these have covered
+USUAL = 60  # beyond the 16 in which the smoothing's window grows, and what is a base's or a rule's own comes up before
 
 # Seen: 2e-14 at most (median 2e-15), over 300 steps in which each side computes its gradients at its own weights; ten
 # times that is allowed. It takes problems on which rounding does not grow: with a tenth of the noise on the quadratic
@@ -241,7 +240,7 @@ def test_every_other_rule_on_a_network(row: Row, rule: str) -> None:
 @pytest.mark.parametrize(("row", "variant"), [(row, v) for row in OPTIMIZERS for v in row.variants], ids=str)
 def test_foreach_and_fused_bases(row: Row, variant: str) -> None:
     problem = PROBLEMS["mlp"]
-    seen = follow(Package(problem.start, lambda x: row.build(x, variant)), problem.gradient, steps=SHORT)
+    seen = follow(Package(problem.start, lambda x: row.build(x, variant)), problem.gradient, steps=USUAL)
     same = "for-loop" if row.variants_agree else variant
     wanted = reference_trace(row, "optimistic", "mlp", same)
     assert_same(seen, wanted, tolerance=allowed(row, "optimistic", "mlp"))
@@ -257,7 +256,7 @@ LINEAR.append(replace(BASES["Lion"], name="Lion-declared", cls=DeclaredLion))
 
 def test_the_packages_lion_is_the_textbooks() -> None:
     problem, row = PROBLEMS["mlp"], BASES["Lion"]
-    seen = follow(Package(problem.start, lambda x: PackagesLion(x, **row.kwargs)), problem.gradient, steps=SHORT)
+    seen = follow(Package(problem.start, lambda x: PackagesLion(x, **row.kwargs)), problem.gradient, steps=USUAL)
     assert_same(seen, reference_trace(row, "optimistic", "mlp"))
 
 
@@ -270,7 +269,7 @@ def test_the_base_lr_does_not_matter(row: Row, lr: float) -> None:
     lr 1e-6 that carries the rounding of the weights, 4e-16, in units of 1e-6, and more with each step.
     """
     problem = PROBLEMS["quadratic"]
-    steps = SHORT // 2 if row.cls is Lion else SHORT
+    steps = USUAL // 2 if row.cls is Lion else USUAL
     seen = follow(Package(problem.start, lambda x: row.build(x, lr=lr)), problem.gradient, steps=steps)
     c = lr / row.kwargs["lr"]
     scaled = Trace(s=seen.s * c, r=seen.r, m=seen.m / c, v=seen.v / c**2, x=seen.x)
@@ -314,7 +313,7 @@ def ascent(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
 
 def turned(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
     """Descent that becomes ascent half way: the bets are lost."""
-    return PROBLEMS["mlp"].gradient(x, step) if step < SHORT // 2 else ascent(x, step)
+    return PROBLEMS["mlp"].gradient(x, step) if step < USUAL // 2 else ascent(x, step)
 
 
 def warm_up(base: torch.optim.Optimizer, step: int) -> None:
@@ -391,7 +390,7 @@ def test_options(option: Option, rule: str) -> None:
         follow(
             cls(option.start, option.build, **{**options(rule), **option.settings}),
             option.gradient,
-            steps=SHORT,
+            steps=USUAL,
             schedule=option.schedule,
         )
         for cls in (Package, Reference)

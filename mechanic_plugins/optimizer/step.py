@@ -136,10 +136,12 @@ class MechanicOptimizer(Freezing):
             return False
         if self._has_history or self.count is not None:
             return False
+        is_second = progress.tuner.gradients.max() == 1
+        if on_cpu and not is_second:
+            return False
         if self.max_grad_norm is not None:
             vector, _ = clipped(vector, self.max_grad_norm)
         norms = Sums.of_vector(vector).gg.sqrt()
-        is_second = progress.tuner.gradients.max() == 1
         return bool(is_second & was_outlier(progress.tuner.longest, norms).any())
 
     def _forget_start(self, progress: Progress) -> None:
