@@ -45,6 +45,7 @@ class Tuner:
         self.eps = eps
         self.loss_weight = 1.0  # optimistic only: set before each step
         self.steps_grow = False  # optimistic only: with the gradient, as those of SGD
+        self.usual_share = 0.3  # optimistic only: of the largest |h|, up to which a loss is weighed
         self.gain_weight = 1.0  # optimistic only: below 1 for long steps
         self.r: Vector = np.zeros(self.n)
         self.m: Vector = np.zeros(self.n)
@@ -72,7 +73,7 @@ class Tuner:
             return
         beta = self.beta
         recent = np.abs(beta - 0.99).argmin()
-        usual = 0.5 * self.m[recent] if self.steps_grow else 0.3 * self.m.max()
+        usual = 0.5 * self.m[recent] if self.steps_grow else self.usual_share * self.m.max()
         self.m = np.maximum(beta * self.m, abs(h))
         self.v = beta**2 * self.v + h**2
         self.r = np.maximum(0.0, beta * self.r - bet * self.judged(h, usual))
@@ -319,6 +320,7 @@ class Reference:
         ]
         for part in self.parts:
             part.tuner.steps_grow = is_sgd
+            part.tuner.usual_share = min(1.0, 0.3 * max(1.0, 0.5 / length))
             part.steps_are_signs = is_lion
 
     def _indices(self, group: dict[str, Any]) -> list[int]:

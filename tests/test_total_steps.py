@@ -35,25 +35,25 @@ def trained(base: str, steps: int = 30, **options: Any) -> tuple[Tensor, Mechani
 
 
 @pytest.mark.parametrize(
-    ("total_steps", "first_move", "smoothing", "hindsight", "haste"),
+    ("total_steps", "first_move", "smoothing", "hindsight", "haste", "usual_loss"),
     [
-        (1, 3e-3 / 0.14**0.5, 0.97, 0.021, 0.5 / 0.28**3),
-        (140, 3e-3 / 0.14**0.5, 0.97, 0.021, 0.5 / 0.28**3),
-        (250, 6e-3, 0.97, 0.0375, 4.0),
-        (640, 3.75e-3, 0.97, 0.096, 0.5),
-        (1000, 3e-3, 0.97, 0.15, 0.5),
-        (1250, 2.2e-3, 0.98, 0.15, 0.5),
-        (10**6, 1.4e-3, 0.99, 0.15, 0.5),
-        (None, 3e-3, 0.97, 0.15, 0.5),
+        (1, 3e-3 / 0.14**0.5, 0.97, 0.021, 0.5 / 0.28**3, 1.0),
+        (140, 3e-3 / 0.14**0.5, 0.97, 0.021, 0.5 / 0.28**3, 1.0),
+        (250, 6e-3, 0.97, 0.0375, 4.0, 0.6),
+        (640, 3.75e-3, 0.97, 0.096, 0.5, 0.3),
+        (1000, 3e-3, 0.97, 0.15, 0.5, 0.3),
+        (1250, 2.2e-3, 0.98, 0.15, 0.5, 0.3),
+        (10**6, 1.4e-3, 0.99, 0.15, 0.5, 0.3),
+        (None, 3e-3, 0.97, 0.15, 0.5, 0.3),
     ],
 )
 def test_a_short_run_starts_further_out_and_rises_sooner(
-    total_steps: int | None, first_move: float, smoothing: float, hindsight: float, haste: float
+    total_steps: int | None, first_move: float, smoothing: float, hindsight: float, haste: float, usual_loss: float
 ) -> None:
-    settings = settings_for_run(Settings(), total_steps)
-    expected = (first_move, smoothing, hindsight, haste)
-    found = (settings.first_move, settings.smoothing, settings.hindsight, haste_of(settings))
-    assert found == pytest.approx(expected, rel=1e-13)
+    found = settings_for_run(Settings(), total_steps)
+    expected = (first_move, smoothing, hindsight, haste, usual_loss)
+    seen = (found.first_move, found.smoothing, found.hindsight, haste_of(found), found.usual_loss)
+    assert seen == pytest.approx(expected, rel=1e-13)
 
 
 @pytest.mark.parametrize("total_steps", [75, 250, 640, 1200, 10_000])
@@ -75,16 +75,22 @@ def test_it_leads_where_the_reference_does(base: str, total_steps: int) -> None:
     ("base", "options"),
     [
         ("SGD", {}),
-        ("AdamW", {"first_move": 3e-3, "hindsight": 0.15, "smoothing": 0}),
-        ("AdamW", {"first_move": 1e-3, "hindsight": 0.5, "smoothing": 0}),
         ("AdamW", {"preset": "0.1"}),
         ("AdamW", {"rule": "paper"}),
     ],
     ids=str,
 )
-def test_what_was_chosen_stays(base: str, options: dict[str, Any]) -> None:
+def test_it_changes_nothing_for_sgd_and_published_rules(base: str, options: dict[str, Any]) -> None:
     """SGD diverges from a long first move; a published rule is what was published."""
     assert torch.equal(trained(base, **options)[0], trained(base, total_steps=75, **options)[0])
+
+
+@pytest.mark.parametrize("total_steps", [75, 10_000])
+@pytest.mark.parametrize("chosen", [{"first_move": 3e-3, "hindsight": 0.15, "smoothing": 0.97}, {"smoothing": 0.0}])
+def test_what_was_chosen_stays(chosen: dict[str, float], total_steps: int) -> None:
+    """The defaults too, if they were named."""
+    settings = settings_for_run(Settings.from_preset(None, **chosen), total_steps)
+    assert {name: getattr(settings, name) for name in chosen} == chosen
 
 
 def test_it_may_be_set_before_the_first_steps() -> None:

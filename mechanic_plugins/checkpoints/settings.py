@@ -18,7 +18,7 @@ ADDED_LATER: dict[str, Any] = {}
 def portable(settings: Settings) -> dict[str, Any]:
     """The settings as they are after a round trip through JSON."""
     options = {**asdict(settings), "betas": list(settings.betas)}
-    del options["steps"], options["haste"]  # follow from the base and the run
+    del options["steps"], options["haste"], options["usual_loss"]  # follow from the base and the run
     return options
 
 

@@ -18,7 +18,6 @@ __all__ = [
     "LONG_STEP",
     "LOSS_WEIGHT",
     "RELATIVE_EPS",
-    "USUAL_LOSS",
     "USUAL_LOSS_IF_STEPS_GROW",
     "Bets",
     "gain_weight",
@@ -34,11 +33,10 @@ LONG_STEP = 0.2
 """The optimistic rule: losses count in full where steps as long as the first would be this share of the first weights,
 and beyond it gains count less, by the square. Where the gradient is mostly noise, nothing else would stop the scale;
 and at a loss near 0 weight decay makes gains for ever, by what it takes away."""
-USUAL_LOSS = 0.3
-"""The optimistic rule: a loss beyond this share of the largest |h| so far counts in full: a run may be diverging."""
 USUAL_LOSS_IF_STEPS_GROW = 0.5
-"""The same for a base whose steps grow with the gradient, as a share of the largest |h| of the last hundred steps or
-so: it diverges sooner, and an |h| from its first steps would hide that."""
+"""The optimistic rule: a loss beyond `Settings.usual_loss` of the largest |h| so far counts in full: a run may be
+diverging. For a base whose steps grow with the gradient it is this share of the largest |h| of the last hundred steps
+or so: it diverges sooner, and an |h| from its first steps would hide that."""
 RELATIVE_EPS = 1e-2
 """The optimistic rule: the floor under sqrt(v), as a share of the largest of all bettors. With a tenth of it a network
 that had learned all its samples at a constant lr raised the scale until it broke."""
@@ -116,7 +114,7 @@ def _optimistic(state: TunerState, h: Tensor, judged: Tensor, bet: Tensor, beta:
 def usual_loss(m: Tensor, settings: Settings) -> Tensor:
     """What of a loss is weighed; beyond it a loss counts in full."""
     if settings.steps != "growing":
-        return USUAL_LOSS * m.amax(-1, keepdim=True)
+        return settings.usual_loss * m.amax(-1, keepdim=True)
     recent = recent_bettor(settings.betas)
     return USUAL_LOSS_IF_STEPS_GROW * m[..., recent : recent + 1]
 

@@ -22,7 +22,8 @@ def settings_for_run(settings: Settings, total_steps: int | None) -> Settings:
 
     - Below `LONG` the first move is longer, by the root, and hindsight is less, in proportion.
     - From `LONG` to `SLOW` the first move falls and smoothing grows.
-    - Below `HURRIED` the scale rises sooner, by the cube: that of a LoRA of 75 steps would still rise at the end.
+    - Below `HURRIED` the scale rises sooner, by the cube: that of a LoRA of 75 steps would still rise at the end. And
+      larger losses are usual: there is no time to recover from a fall.
     - Below `SHORT` all runs are alike.
 
     What the user or a preset chose stays. So does everything where steps grow with the gradient.
@@ -38,5 +39,7 @@ def settings_for_run(settings: Settings, total_steps: int | None) -> Settings:
         changed["hindsight"] = settings.hindsight * min(1.0, steps / LONG)
     if settings.is_open("smoothing"):
         changed["smoothing"] = settings.smoothing + slow * (SLOW_SMOOTHING - settings.smoothing)
-    haste = max(1.0, HURRIED / steps) ** 3 * first_move / changed.get("first_move", first_move)
+    hurry = max(1.0, HURRIED / steps)
+    changed["usual_loss"] = min(1.0, hurry * settings.usual_loss)
+    haste = hurry**3 * first_move / changed.get("first_move", first_move)
     return replace(settings, haste=haste, **changed)

@@ -80,6 +80,8 @@ class Settings:
     """Not an option: what the base's steps are like, which `for_base` notes."""
     haste: float = field(default=1.0, repr=False)
     """Not an option: how much sooner than in a long run the scale may rise, which `settings_for_run` notes."""
+    usual_loss: float = field(default=0.3, repr=False)
+    """Not an option: what share of the largest |h| a loss may have to count as usual. `settings_for_run` notes it."""
     _chosen: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ and moves n coin bettors, one for each beta (Algorithm 1):
 That is `rule="paper"`. The default, `rule="optimistic"`, differs in these ways, each for a reason that was measured:
 
 - A loss (h > 0) counts less than a gain while the learning rate is near its peak, since much of it is noise that the
-  schedule's fall will remove: `loss_weight`. In full counts only what is beyond the usual size (`USUAL_LOSS`), the sign
+  schedule's fall will remove: `loss_weight`. In full counts only what is beyond the usual size (`usual_loss`), the sign
   of a run that diverges, and all of it where steps have become long (`LONG_STEP`), since noise alone would raise S.
   Gains count less then, and sooner where a base steps by signs (`gain_weight`).
 - sqrt(v) has a floor relative to the longest memory's, instead of an absolute eps: near zero loss h fades away, and a

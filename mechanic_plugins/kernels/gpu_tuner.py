@@ -115,7 +115,6 @@ def _variant(settings: Settings) -> dict[str, Any]:
         "LOSS_WEIGHT": rules.LOSS_WEIGHT,
         "SIGNS": settings.steps == "signs",
         "LONG_STEP": rules.LONG_STEP,
-        "USUAL_LOSS": rules.USUAL_LOSS_IF_STEPS_GROW if settings.steps == "growing" else rules.USUAL_LOSS,
         "RECENT": rules.recent_bettor(settings.betas) if settings.steps == "growing" else -1,
         "RELATIVE_EPS": rules.RELATIVE_EPS,
         "START": tuner.START,
@@ -125,10 +124,11 @@ def _variant(settings: Settings) -> dict[str, Any]:
 
 
 def constants_of(settings: Settings) -> tuple[float, ...]:
-    """s_decay, eps, s_init or its fraction, the cap, the smoothing, the hindsight and the haste of the first steps."""
+    """s_decay, eps, s_init or its fraction, the cap, smoothing, hindsight, haste, and how large a usual loss may be."""
     s_init = settings.first_move if settings.s_init == "auto" else settings.s_init
-    cap, haste = settings.max_scale or 0.0, tuner.haste_of(settings)
-    return settings.s_decay, settings.eps, s_init, cap, settings.smoothing, settings.hindsight, haste
+    usual = rules.USUAL_LOSS_IF_STEPS_GROW if settings.steps == "growing" else settings.usual_loss
+    played = (settings.max_scale or 0.0, settings.smoothing, settings.hindsight, tuner.haste_of(settings))
+    return (settings.s_decay, settings.eps, s_init, *played, usual)
 
 
 def _packed(state: TunerState) -> Tensor:

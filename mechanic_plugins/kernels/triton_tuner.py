@@ -11,7 +11,7 @@ def tuner_kernel(
     sums, old, new, betas, constants, counters, new_counters, scales, lrs, norm_high, norm_low, tuners,
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
     HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
-    LOSS_WEIGHT: tl.constexpr, LONG_STEP: tl.constexpr, SIGNS: tl.constexpr, USUAL_LOSS: tl.constexpr,
+    LOSS_WEIGHT: tl.constexpr, LONG_STEP: tl.constexpr, SIGNS: tl.constexpr,
     RECENT: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr, GROWTH: tl.constexpr, OUTLIER: tl.constexpr,
     NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -139,9 +139,9 @@ def tuner_kernel(
             short = allowed / tl.maximum(step, allowed)
             gain_weight = short * short
         if RECENT < 0:
-            usual = USUAL_LOSS * tl.max(tl.where(inside, m, 0.0))
+            usual = tl.load(constants + 7) * tl.max(tl.where(inside, m, 0.0))
         else:
-            usual = USUAL_LOSS * tl.sum(tl.where(lane == RECENT, m, 0.0))
+            usual = tl.load(constants + 7) * tl.sum(tl.where(lane == RECENT, m, 0.0))
         loss = weight * tl.minimum(rewarded, usual) + tl.maximum(rewarded - usual, 0.0)
         rewarded = tl.where(rewarded > 0, loss, gain_weight * rewarded)
     if RULE == 2 or RULE == 3:  # optax, theory
