@@ -47,7 +47,7 @@ def trained(base: str, steps: int = 30, **options: Any) -> tuple[Tensor, Mechani
         (None, 3e-3, 0.97, 0.15, 0.5, 0.3),
     ],
 )
-def test_a_short_run_starts_further_out_and_rises_sooner(
+def test_the_shorter_a_run_the_further_out_it_starts_and_the_sooner_it_rises(
     total_steps: int | None, first_move: float, smoothing: float, hindsight: float, haste: float, usual_loss: float
 ) -> None:
     found = settings_for_run(Settings(), total_steps)

@@ -76,7 +76,7 @@ class ForeachBatch:
         """Copies of a part's weights."""
         if self._dtype.is_complex or not waits_for_host(self._device):
             return [x.clone() for x in xs]
-        return list(torch._foreach_mul(list(xs), 1))  # the newer _foreach_clone
+        return list(torch._foreach_mul(list(xs), 1))  # exact, and one call: torch 2.6 has no _foreach_clone
 
     def restore(self, part: IndexRange, xs: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
         """The weights as they were before the base touched them."""
