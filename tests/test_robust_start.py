@@ -17,7 +17,7 @@ from mechanic_plugins import mechanize
 from mechanic_plugins.lion import Lion
 
 STEPS = 500
-LATE = STEPS // 10
+LATE = 100
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
     "SGD-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -96,6 +96,7 @@ def together(seeds: int) -> dict[str, list[Run]]:
         "late": [Run(lambda step: None if step < LATE else 1.0, seed=seed) for seed in range(2)],
         "zeros": [Run(lambda step: float(step >= LATE), seed=seed) for seed in range(2)],
         "first times 1e4": [Run(lambda step: 1e4 if step == 0 else 1.0)],
+        "first times 0": [Run(lambda step: float(step > 0))],
     }
 
 
@@ -111,7 +112,7 @@ def losses(base: str) -> dict[str, Tensor]:
 PAIRS = [(base, kind) for base in ("SGD", "AdamW") for kind in DISTURBED]
 PAIRS += [("SGD-momentum", "first times 1e-4"), ("Lion", "first times 1e-12"), ("RMSprop", "first times 1e-12")]
 PAIRS += [(base, "outlier of 1e6") for base in ("SGD-momentum", "Lion", "RMSprop")]
-PAIRS += [(base, "first times 1e4") for base in BASES]
+PAIRS += [(base, kind) for base in BASES for kind in ("first times 1e4", "first times 0")]
 
 
 def ratio(losses: Tensor, others: Tensor) -> float:
