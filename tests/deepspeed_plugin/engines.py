@@ -164,6 +164,8 @@ def start(rank: int) -> None:
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # else it is on for every engine after the first that has it
     deepspeed.utils.logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about names that DeepSpeed calls
+    # torch computes in float16 on any CPU; DeepSpeed wants one that does it in hardware
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
     with quiet():
         deepspeed.init_distributed(dist_backend="gloo")
 

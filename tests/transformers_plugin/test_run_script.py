@@ -142,13 +142,13 @@ def test_a_script_may_set_torch_up_before_it_imports_it(folder: Path) -> None:
     program = """
 import os, sys
 assert "torch" not in sys.modules
-os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "3"
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 import torch
 print(torch.get_num_threads())
 """
     (folder / "threads.py").write_text(program)
-    code, out, err = ended(start(folder, *RUN, "threads.py"))
-    assert (code, out.split()) == (0, ["3"]), err
+    code, out, err = ended(start(folder, *RUN, "threads.py", OMP_NUM_THREADS="2", MKL_NUM_THREADS="2"))
+    assert (code, out.split()) == (0, ["1"]), err
 
 
 def test_a_foreign_finder_of_the_same_name_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
