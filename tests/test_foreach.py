@@ -54,13 +54,15 @@ def test_rows_lead_where_single_tensors_do(options: dict[str, Any], row: int, mo
 
 @pytest.mark.parametrize("row", [25, 10**6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_sums_by_rows(dtype: torch.dtype, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_dx", [True, False])
+def test_sums_by_rows(dtype: torch.dtype, row: int, with_dx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     states = [ParamState(p.detach(), p.detach() * 2, p.detach() * 3, None) for p in parameters(dtype)]
     states[1] = states[1]._replace(grad=None)
     states[2] = states[2]._replace(delta=None)
-    expected = foreach_sums.local_sums(states, device=torch.device("cpu"))
+    expected = foreach_sums.local_sums(states, device=torch.device("cpu"), with_dx=with_dx)
+    assert (expected[3] == 0) == (not with_dx)
     as_on_a_gpu(monkeypatch, row)
-    sums = foreach_sums.local_sums(states, device=torch.device("cpu"))
+    sums = foreach_sums.local_sums(states, device=torch.device("cpu"), with_dx=with_dx)
     torch.testing.assert_close(sums, expected, rtol=1e-5 if dtype == torch.bfloat16 else 1e-6, atol=0)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mechanic_plugins.core.param_state import IndexRange, ParamState, needs_reference
 from mechanic_plugins.core.tuner_state import gradient_count, sums_of
 from mechanic_plugins.kernels.dither import dithered
-from mechanic_plugins.kernels.foreach_sums import SMALL, local_sums, parts, reals, waits_for_host
+from mechanic_plugins.kernels.foreach_sums import SMALL, local_sums, parts, reals, row_of, waits_for_host
 from mechanic_plugins.kernels.triton_support import ALIGNED
 
 __all__ = ["ForeachBatch", "move"]
@@ -63,10 +63,14 @@ class ForeachBatch:
         weight: float,
         maximize: bool,
         penalty: float,
+        with_dx: bool,
     ) -> None:
-        """Adds this list's share to a tuner's sums, and its gradients to the count at the end."""
+        """Adds this list's share to a tuner's sums, and its gradients to the count at the end.
+
+        Without `with_dx` <d, x> is left out, unless the penalty needs it.
+        """
         param_states = [ParamState(*tensors) for tensors in zip(xs, grads, self.deltas, self.refs, strict=True)]
-        sums = local_sums(param_states, device=out.device)
+        sums = local_sums(param_states, device=out.device, with_dx=with_dx or penalty != 0)
         if maximize:
             sums[0].neg_()
         sums_of(out, tuner_index).add_(torch.cat([sums, penalty * sums[3:4]]), alpha=weight)
@@ -76,7 +80,9 @@ class ForeachBatch:
         """Copies of a part's weights."""
         if self._dtype.is_complex or not waits_for_host(self._device):
             return [x.clone() for x in xs]
-        return list(torch._foreach_mul(list(xs), 1))  # exact, and one call: torch 2.6 has no _foreach_clone
+        if all(x.is_contiguous() for x in xs):
+            return row_of(xs)[1]
+        return list(torch._foreach_mul(list(xs), 1))  # exact, and keeps their order in memory
 
     def restore(self, part: IndexRange, xs: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
         """The weights as they were before the base touched them."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from mechanic_plugins.core.param_state import ParamState
 
-__all__ = ["SMALL", "local_sums", "parts", "reals", "waits_for_host"]
+__all__ = ["SMALL", "local_sums", "parts", "reals", "row_of", "waits_for_host"]
 
 _CHUNK = {"cpu": 1 << 18}
 """Elements that are summed in float32 before float64 takes over. A CPU's sums are off by about 1e-7 then; GPUs add in
@@ -19,60 +20,87 @@ trees, and have few launches to give."""
 SMALL, _ROW = 1 << 24, 1 << 26
 """Elements of a tensor that a GPU takes together with others, and of all of these at a time: one by one it would wait
 for the host."""
+_MANY = 1 << 18
+"""Elements of a tensor from which on it counts how long a GPU takes to copy it."""
 _DOTS = 5
 """Inner products of a tensor's weights, gradient and delta."""
 
 
-def local_sums(param_states: Sequence[ParamState], *, device: torch.device) -> Tensor:
+def local_sums(param_states: Sequence[ParamState], *, device: torch.device, with_dx: bool) -> Tensor:
     """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over param_states of one device and dtype, in float64 on `device`.
+
+    Without <d, x> there is 0 in its place.
 
     Squares of finite float32 numbers overflow from 1.8e19 on. A CPU then sums once more in float64; to find out on a
     GPU would mean waiting for it.
     """
-    sums = _sums(param_states, device=device)
+    sums = _sums(param_states, device=device, with_dx=with_dx)
     if sums.device.type == "cpu" and not all(map(math.isfinite, sums.tolist())):
-        return _sums(param_states, device=device, at_least=torch.float64)
+        return _sums(param_states, device=device, with_dx=with_dx, at_least=torch.float64)
     return sums
 
 
-def _sums(param_states: Sequence[ParamState], *, device: torch.device, at_least: torch.dtype = torch.float32) -> Tensor:
+def _sums(
+    param_states: Sequence[ParamState], *, device: torch.device, with_dx: bool, at_least: torch.dtype = torch.float32
+) -> Tensor:
     dots: list[Tensor] = []
     if waits_for_host(param_states[0].x.device):
-        param_states = _in_rows(param_states)
+        param_states = _in_rows(param_states, with_dx=with_dx)
     for param_state in param_states:
-        _add_dots(param_state, dots, at_least)
+        _add_dots(param_state, dots, at_least, with_dx=with_dx)
     return torch.stack(dots).to(device, non_blocking=True).view(-1, _DOTS).sum(0, dtype=torch.float64)
 
 
-def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype) -> None:
+def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype, *, with_dx: bool) -> None:
     """The five of each chunk, in turn."""
     x = _real(param_state.x).reshape(-1)
     g, d = (None if t is None else _real(t).reshape(-1) for t in (param_state.grad, param_state.delta))
     wide = torch.promote_types(x.dtype, at_least)
     chunk = _CHUNK.get(x.device.type, _ROW)
-    zero = x.new_zeros((), dtype=wide) if g is None or d is None else x
-    for at in range(0, max(x.numel(), 1), chunk):
+    zero = x.new_zeros((), dtype=wide) if g is None or d is None or not with_dx else x
+    longest = max(1, *(t.numel() for t in (x, g, d) if t is not None))
+    for at in range(0, longest, chunk):
         here = slice(at, at + chunk)
         y = x[here].to(wide)
         h, e = (None if t is None else t[here].to(wide) for t in (g, d))
         dots.append(zero if e is None or h is None else torch.dot(e, h))
         dots.append(zero if h is None else torch.dot(h, h))
         dots.append(torch.dot(y, y))
-        dots.append(zero if e is None else torch.dot(e, y))
+        dots.append(zero if e is None or not with_dx else torch.dot(e, y))
         dots.append(zero if e is None else torch.dot(e, e))
 
 
-def _in_rows(param_states: Sequence[ParamState]) -> list[ParamState]:
-    """Those that are long or lack something, and copies of the others in a few long rows."""
+def _in_rows(param_states: Sequence[ParamState], *, with_dx: bool) -> list[ParamState]:
+    """Those that are long or lack something, and copies of the others in a few long rows.
+
+    Of weights that are asked for <x, x> alone, their norms do as well.
+    """
     alone, small = list[ParamState](), list[ParamState]()
     for state in param_states:
         is_small = state.x.numel() <= SMALL and state.grad is not None and state.delta is not None
         (small if is_small else alone).append(state)
     for here in parts([state.x.numel() for state in small]):
-        columns = zip(*(state[:3] for state in small[here]), strict=True)
-        x, grad, delta = (_flatten_dense_tensors(reals(tensors)) for tensors in columns)  # type: ignore[no-untyped-call]
-        alone.append(ParamState(x, grad, delta, None))
+        xs, grads, deltas = map(reals, zip(*(state[:3] for state in small[here]), strict=True))
+        norms_do = not with_dx and xs[0].dtype in (torch.float32, torch.float64)
+        x = torch.stack(torch._foreach_norm(xs)) if norms_do else _row(xs)
+        alone.append(ParamState(x, _row(grads), _row(deltas), None))
     return alone
+
+
+def _row(tensors: list[Tensor]) -> Tensor:
+    if sum(t.numel() for t in tensors) < _MANY * len(tensors):  # the views would take the host longer
+        row: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+        return row
+    return row_of(tensors)[0]
+
+
+def row_of(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Copies of tensors in one row of memory, and views of it. torch.cat takes a GPU twice as long."""
+    dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors})
+    row = tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=dtype)
+    views = list(_unflatten_dense_tensors(row, tensors))  # type: ignore[no-untyped-call]
+    torch._foreach_copy_(views, list(tensors))
+    return row, views
 
 
 def waits_for_host(device: torch.device) -> bool:

@@ -14,9 +14,9 @@ from mechanic_plugins.core import rules, tuner
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner import Outcome
 from mechanic_plugins.core.tuner_state import CLIP_EPS, SCALARS, SUMS, TunerState, column
-from mechanic_plugins.kernels.triton_support import is_capturing
+from mechanic_plugins.kernels.cuda_graphs import is_capturing
 
-__all__ = ["constants_of", "decide", "packed_copy"]
+__all__ = ["constants_of", "decide", "packed_copy", "unpacked"]
 
 _VECTORS = len(TunerState._fields) - len(SCALARS)
 _SCALES = 6
@@ -82,7 +82,7 @@ def decide(
         num_warps=1,
         **_variant(settings),
     )
-    after, table = _unpacked(new.view(tuners, width)), scales.view(tuners, _SCALES)
+    after, table = _state_of(new.view(tuners, width)), scales.view(tuners, _SCALES)
     if is_capturing(sums.device):
         after, new_counters = _written_over(state, counters, after, new_counters)
     clip = None if max_grad_norm is None else table[0, 4]
@@ -92,7 +92,12 @@ def decide(
 def packed_copy(state: TunerState, counters: Tensor) -> tuple[Tensor, TunerState, Tensor]:
     """All that a step changes in one row of memory, where it can be written at once, and views of it."""
     row = torch.cat([torch.cat(list(state), dim=1).flatten(), counters])
-    return row, _unpacked(row[:-2].view(len(state.s), -1)), row[-2:]
+    return row, *unpacked(row, tuners=len(state.s))
+
+
+def unpacked(row: Tensor, *, tuners: int) -> tuple[TunerState, Tensor]:
+    """The views of such a row: the tuner, and its counters."""
+    return _state_of(row[:-2].view(tuners, -1)), row[-2:]
 
 
 def _written_over(
@@ -144,7 +149,7 @@ def _packed(state: TunerState) -> Tensor:
     return torch.cat(list(state), dim=1)
 
 
-def _unpacked(table: Tensor) -> TunerState:
+def _state_of(table: Tensor) -> TunerState:
     """Views of the rows."""
     n = (table.shape[1] - len(SCALARS)) // _VECTORS
     return TunerState(*torch.split(table, [n] * _VECTORS + [1] * len(SCALARS), dim=1))

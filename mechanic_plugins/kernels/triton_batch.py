@@ -15,8 +15,9 @@ from torch import Tensor
 from mechanic_plugins.core.param_state import IndexRange, ParamState, delta_dtype, needs_reference
 from mechanic_plugins.core.tuner_state import gradient_count, sums_of
 from mechanic_plugins.kernels.addresses import Addresses, BaseState
+from mechanic_plugins.kernels.cuda_graphs import is_capturing
 from mechanic_plugins.kernels.table import Table
-from mechanic_plugins.kernels.triton_support import ALIGNED, is_capturing, kind_of, processors, triton_type
+from mechanic_plugins.kernels.triton_support import ALIGNED, kind_of, processors, triton_type
 
 __all__ = ["TritonBatch"]
 
@@ -80,8 +81,12 @@ class TritonBatch:
         weight: float,
         maximize: bool,
         penalty: float,
+        with_dx: bool,
     ) -> None:
-        """Adds this list's share to a tuner's sums, and its gradients to the count at the end."""
+        """Adds this list's share to a tuner's sums, and its gradients to the count at the end.
+
+        <d, x> is always there: the last move has left it.
+        """
         here = out if out.device == self.device else torch.zeros_like(out, device=self.device)
         known = self._knows_norms()
         partial = self._partial_sums(norms=not known)

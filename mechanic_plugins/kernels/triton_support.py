@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,11 +16,9 @@ __all__ = [
     "ALIGNED",
     "can_run",
     "fits",
-    "is_capturing",
     "kind_of",
     "lies_like",
     "processors",
-    "recording",
     "triton_type",
 ]
 
@@ -45,26 +40,6 @@ def has_triton() -> bool:
 def can_run(device: torch.device) -> bool:
     """Whether the kernels run on this device."""
     return has_triton() and (device.type == "cuda" or is_interpreted())
-
-
-_this_thread = threading.local()
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """Within, a CUDA graph is captured that `mechanic_plugins.optimizer.recording` replays and keeps up to date."""
-    _this_thread.is_recording = True
-    try:
-        yield
-    finally:
-        _this_thread.is_recording = False
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether somebody else captures a CUDA graph, whose replays we shall not see."""
-    if device.type != "cuda" or getattr(_this_thread, "is_recording", False):
-        return False
-    return torch.cuda.is_current_stream_capturing()
 
 
 def fits(param_state: ParamState) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,14 @@ from mechanic_plugins.core.schedule import Schedule
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import TunerState, column
 from mechanic_plugins.kernels import gpu_tuner
+from mechanic_plugins.kernels.cuda_graphs import Habit, is_capturing
+from mechanic_plugins.kernels.recorded_tuner import RecordedTuner
 from mechanic_plugins.optimizer.units import Units
 from mechanic_plugins.passes.plan import Decision
 
 __all__ = ["Decider", "Inputs", "counters_of", "has_lr_zero"]
+
+_log = logging.getLogger(__name__)
 
 
 class Inputs(NamedTuple):
@@ -37,6 +42,8 @@ class Decider:
     def __init__(self, base: Optimizer, settings: Settings, units: Units) -> None:
         self.base, self.settings, self.units = base, settings, units
         self._on_device: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
+        self._habit, self._can_record = Habit(), True
+        self._recorded: RecordedTuner | None = None
 
     def decide(
         self, sums: Tensor, progress: Progress, *, by_kernel: bool, max_grad_norm: float | None = None
@@ -48,10 +55,7 @@ class Decider:
         if by_kernel:
             outcome, table = self.launch(state, sums, counters, inputs, inputs.lrs, max_grad_norm=max_grad_norm)
         else:
-            settings, lrs, hold = inputs
-            betas, lr = self._constant(settings.betas, sums.device), column(lrs, sums.device)
-            shared: dict[str, Any] = {"hold": hold, "max_grad_norm": max_grad_norm}
-            outcome = tuner.decide(state, sums, counters, settings=settings, betas=betas, lr=lr, **shared)
+            outcome = self._by_operations(state, sums, counters, inputs, max_grad_norm=max_grad_norm)
         progress.tuner = outcome.state
         progress.steps, progress.skipped = outcome.counters.unbind()
         if sums.device.type == "cpu" and not outcome.applied:  # a skipped step leaves no trace
@@ -60,6 +64,35 @@ class Decider:
             return Decision(outcome.applied, table[:, 0], table[:, 1], table[:, 3], outcome.clip, packed=table)
         after, factor = outcome.state.played[:, 0], outcome.delta_factor[:, 0]
         return Decision(outcome.applied, before[:, 0], after, factor, outcome.clip, progress.steps)
+
+    def _by_operations(
+        self, state: TunerState, sums: Tensor, counters: Tensor, inputs: Inputs, *, max_grad_norm: float | None
+    ) -> tuner.Outcome:
+        settings, lrs, hold = inputs
+        how: dict[str, Any] = {"settings": settings, "hold": hold, "max_grad_norm": max_grad_norm}
+        how["betas"] = self._constant(settings.betas, sums.device)
+        recorded = self._recorded_tuner(state, sums, counters, inputs, how)
+        if recorded is not None:
+            return recorded.decide(state, sums, counters, [float(lr) for lr in lrs])
+        return tuner.decide(state, sums, counters, lr=column(lrs, sums.device), **how)
+
+    def _recorded_tuner(
+        self, state: TunerState, sums: Tensor, counters: Tensor, inputs: Inputs, how: dict[str, Any]
+    ) -> RecordedTuner | None:
+        """On a GPU, once nothing but data has changed for some steps."""
+        device = sums.device
+        if device.type != "cuda" or is_capturing(device) or any(isinstance(lr, Tensor) for lr in inputs.lrs):
+            return None
+        key = inputs.settings, inputs.hold, how["max_grad_norm"], len(inputs.lrs), device
+        if self._recorded is None or self._recorded.key != key:
+            self._recorded = None
+            if self._can_record and self._habit.has(key):
+                try:
+                    self._recorded = RecordedTuner(key, state, sums, counters, **how)
+                except RuntimeError as error:
+                    _log.info("the tuner is not recorded as a CUDA graph: %s", error)
+                    self._can_record = False
+        return self._recorded
 
     def inputs(self, progress: Progress) -> Inputs:
         """Fixes the unit, if it is time for it, and looks at the learning rates."""

@@ -9,25 +9,22 @@ key; a step with another key is made launch by launch, as the first ones are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.kernels import gpu_tuner
-from mechanic_plugins.kernels.triton_support import is_capturing, recording
+from mechanic_plugins.kernels.cuda_graphs import Habit, captured, is_capturing
 from mechanic_plugins.optimizer.decider import Decider, Inputs, counters_of
 from mechanic_plugins.passes.fused import FusedPlan
 from mechanic_plugins.passes.plan import Plan
 
 __all__ = ["Recorder", "Recording"]
 
-_ALIKE = 3
-"""Steps with one key before it is recorded: one that changes all the time is not worth it."""
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Recorder:
@@ -35,7 +32,7 @@ class Recorder:
 
     def __init__(self, decider: Decider) -> None:
         self._decider = decider
-        self._seen: tuple[Plan | None, Any, int] = (None, None, 0)
+        self._habit = Habit()
         self._can_record = True
 
     def find(self, plan: Plan, progress: Progress, *, max_grad_norm: float | None) -> Recording | None:
@@ -49,18 +46,13 @@ class Recorder:
         key = plan.launch_key(), inputs.settings, inputs.hold, unit, len(inputs.lrs), max_grad_norm
         recording = plan.recording if isinstance(plan.recording, Recording) else None
         if recording is None or recording.key != key:
-            if not self._is_usual(plan, key):
+            if not self._habit.has((id(plan), key)):
                 return None
             recording = plan.recording = self._record(plan, key, inputs, progress, max_grad_norm)
         if recording is not None:
             tuners = len(inputs.lrs)
             recording.set_lrs([*lrs[:tuners], *(lr / unit for lr in lrs[tuners:])])
         return recording
-
-    def _is_usual(self, plan: Plan, key: Any) -> bool:
-        of, last, count = self._seen
-        self._seen = plan, key, count + 1 if of is plan and last == key else 1
-        return self._seen[2] > _ALIKE
 
     def _record(self, plan: FusedPlan, key: Any, *made_with: Any) -> Recording | None:
         try:
@@ -91,8 +83,8 @@ class Recording:
         rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in plan.batches]
         self._cells = [*self._lrs.unbind(), *rates]
         self._written: Sequence[float] = [0.0] * len(self._cells)
-        self._before, self._sums = _captured(lambda: plan.sums(tuners=tuners, device=device))
-        self._after, _ = _captured(lambda: self._launch(plan, decider, inputs, max_grad_norm))
+        self._before, self._sums = captured(lambda: plan.sums(tuners=tuners, device=device, with_dx=True))
+        self._after, _ = captured(lambda: self._launch(plan, decider, inputs, max_grad_norm))
 
     def _launch(self, plan: FusedPlan, decider: Decider, inputs: Inputs, max_grad_norm: float | None) -> None:
         outcome, table = decider.launch(
@@ -134,15 +126,3 @@ def _is_on_one_gpu(plan: FusedPlan, progress: Progress) -> bool:
 def _numbers(lrs: Sequence[float | Tensor]) -> list[float] | None:
     """None where one is a tensor: the schedule's, who may put another in its place."""
     return None if any(isinstance(lr, Tensor) for lr in lrs) else [float(lr) for lr in lrs]
-
-
-def _captured(launch: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Nothing runs while it is captured, so there is nothing to wait for."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with recording(), torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            result = launch()
-        finally:
-            graph.capture_end()
-    return graph, result

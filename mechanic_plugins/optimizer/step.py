@@ -31,7 +31,7 @@ from mechanic_plugins.distributed.sharding import (
     local,
     reduction_for,
 )
-from mechanic_plugins.kernels.triton_support import is_capturing
+from mechanic_plugins.kernels.cuda_graphs import is_capturing
 from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
 from mechanic_plugins.optimizer.delegate import Group
 from mechanic_plugins.optimizer.freezing import Freezing
@@ -122,7 +122,11 @@ class MechanicOptimizer(Freezing):
         self._note_lrs()
 
     def _sums(self, plan: Plan, progress: Progress) -> Tensor:
-        return plan.sums(tuners=len(progress.tuner.s), device=progress.tuner.s.device)
+        return plan.sums(**self._about_sums(progress))
+
+    def _about_sums(self, progress: Progress) -> dict[str, Any]:
+        state = progress.tuner.s
+        return {"tuners": len(state), "device": state.device, "with_dx": self.settings.s_decay != 0}
 
     def _was_false_start(self, vector: Tensor, progress: Progress) -> bool:
         """Whether the one gradient so far was an outlier beside this one. The weights have not moved yet.
@@ -227,7 +231,7 @@ class MechanicOptimizer(Freezing):
         entries = [
             Entry(param_state.x, group, param_state, progress.tuner_of(group), 1.0) for group, param_state in parts
         ]
-        return self._passes.sums(entries, tuners=len(progress.tuner.s), device=progress.tuner.s.device)
+        return self._passes.sums(entries, **self._about_sums(progress))
 
     # ---------------------------------------------------------------- the dry run of torch.distributed.checkpoint
 

@@ -74,16 +74,12 @@ class ParamBatch:
     """Parameters that share launches: one param group, tuner, weight and kind of tensor."""
 
     def __init__(self, base: Optimizer, entries: Sequence[Entry], *, by_kernels: bool) -> None:
-        self.base, self.group, self.tuner_index, self.weight = (
-            base,
-            entries[0].group,
-            entries[0].tuner_index,
-            entries[0].weight,
-        )
-        self.delta_dtype = entries[0].delta_dtype
+        first = entries[0]
+        self.base, self.group, self.tuner_index = base, first.group, first.tuner_index
+        self.weight, self.delta_dtype = first.weight, first.delta_dtype
         self.params = [entry.param for entry in entries]
         self.is_sharded = is_dtensor(self.params[0])
-        self.device: torch.device = entries[0].param_state.x.device
+        self.device: torch.device = first.param_state.x.device
         self.states: list[Any] = [base.state.get(p) for p in self.params]
         self.watched = [self._watched(state) for state in self.states]
         self._kept = {name: [watched[name] for watched in self.watched] for name in self._names()}
@@ -126,7 +122,7 @@ class ParamBatch:
         grads = [p.grad for p in self.params]
         return [local(grad) for grad in grads] if self.is_sharded else grads
 
-    def add_sums(self, out: Tensor) -> None:
+    def add_sums(self, out: Tensor, *, with_dx: bool) -> None:
         """Adds this batch's share to its tuner's sums, and its gradients to the count at the end."""
         by_kernels = isinstance(self.tensors, TritonBatch)  # which read the addresses before
         self.tensors.add_sums(
@@ -137,6 +133,7 @@ class ParamBatch:
             weight=self.weight,
             maximize=bool(self.group.get("maximize")),
             penalty=known_bases.l2_penalty(self.base, self.group),
+            with_dx=with_dx,
         )
 
     @property
@@ -280,11 +277,14 @@ class Plan:
         """Whether all parameters have one in this step, as `is_current` has found it."""
         return sum(batch.tensors.gradients for batch in self.batches) == self._count
 
-    def sums(self, *, tuners: int, device: torch.device) -> Tensor:
-        """The sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up."""
+    def sums(self, *, tuners: int, device: torch.device, with_dx: bool) -> Tensor:
+        """The sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up.
+
+        `with_dx`: whether anybody asks for <d, x>, which is a pass of its own without kernels.
+        """
         out = empty_sums(tuners, device)
         for batch in self.batches:
-            batch.add_sums(out)
+            batch.add_sums(out, with_dx=with_dx)
         return out
 
     def start(self, closure: Closure | None) -> list[Any]:

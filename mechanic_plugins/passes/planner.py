@@ -117,7 +117,7 @@ class Passes:
             )
         return possible
 
-    def sums(self, entries: Sequence[Entry], *, tuners: int, device: torch.device) -> Tensor:
+    def sums(self, entries: Sequence[Entry], *, tuners: int, device: torch.device, with_dx: bool) -> Tensor:
         """The sums of param_states that an engine put together, which may be others in every step: see `Plan.sums`."""
         out = empty_sums(tuners, device)
         for kind, part in _in_kinds(entries, self._kind).items():
@@ -137,6 +137,7 @@ class Passes:
                 weight=entry.weight,
                 maximize=bool(entry.group.get("maximize")),
                 penalty=known_bases.l2_penalty(self.base, entry.group),
+                with_dx=with_dx,
             )
         return out
 

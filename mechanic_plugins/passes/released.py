@@ -36,7 +36,7 @@ class ReleasedPlan(Plan):
     def is_current(self) -> bool:
         return self._state is self.base.state and list(map(id, self._groups)) == list(map(id, self.base.param_groups))
 
-    def sums(self, *, tuners: int, device: torch.device) -> Tensor:
+    def sums(self, *, tuners: int, device: torch.device, with_dx: bool) -> Tensor:
         """Of the gradients alone: nothing else is asked of a scale that stays."""
         out = empty_sums(tuners, device)
         for group, index in zip(self._groups, self._tuner_indices, strict=True):

@@ -48,7 +48,7 @@ def pointed(rows: TritonBatch, param_states: list[ParamState]) -> TritonBatch:
 def summed(rows: TritonBatch | ForeachBatch, param_states: list[ParamState], *, maximize: bool = False) -> torch.Tensor:
     out = torch.zeros(2 * len(SUMS) + 1, dtype=torch.float64)
     tensors = xs_of(param_states), grads_of(param_states)
-    rows.add_sums(*tensors, out, tuner_index=1, weight=0.5, maximize=maximize, penalty=0.3)
+    rows.add_sums(*tensors, out, tuner_index=1, weight=0.5, maximize=maximize, penalty=0.3, with_dx=True)
     assert not out[: len(SUMS)].any()
     assert out[-2].item() == pytest.approx(0.3 * out[-4].item(), rel=1e-15)
     return out[len(SUMS) :]

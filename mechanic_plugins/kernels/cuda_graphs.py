@@ -1,0 +1,60 @@
+"""CUDA graphs: ours, and whether somebody else captures one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["Habit", "captured", "is_capturing"]
+
+T = TypeVar("T")
+_ALIKE = 3
+"""Steps with one key before it is recorded: one that changes all the time is not worth it."""
+_this_thread = threading.local()
+
+
+class Habit:
+    """Tells what comes again and again from what comes once."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+        self._count = 0
+
+    def has(self, key: Any) -> bool:
+        """Notes the key of a step; True once it was the same for some steps before."""
+        self._count = self._count + 1 if key == self._last else 1
+        self._last = key
+        return self._count > _ALIKE
+
+
+def captured(launch: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Nothing runs while it is captured, so there is nothing to wait for."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with _recording(), torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = launch()
+        finally:
+            graph.capture_end()
+    return graph, result
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Within, a CUDA graph is captured that is replayed and kept up to date here."""
+    _this_thread.is_recording = True
+    try:
+        yield
+    finally:
+        _this_thread.is_recording = False
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether somebody else captures a CUDA graph, whose replays we shall not see."""
+    if device.type != "cuda" or getattr(_this_thread, "is_recording", False):
+        return False
+    return torch.cuda.is_current_stream_capturing()
