@@ -125,7 +125,7 @@ METHODS: dict[str, Method] = {
     "sweep": Method(base_optimizer, None),
     "mechanic": mechanic(),
     "mechanic, other lrs": mechanic(1e-6, 1e-3, 10.0),
-    "mechanic, bfloat16 delta": mechanic(delta_dtype=torch.bfloat16),
+    "mechanic but bfloat16 delta": mechanic(delta_dtype=torch.bfloat16),
     "mechanic, preset paper": mechanic(tell_steps=False, preset="paper"),
     "mechanic, preset 0.1": mechanic(tell_steps=False, preset="0.1"),
     "mechanic but total_steps untold": mechanic(tell_steps=False),
