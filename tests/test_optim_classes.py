@@ -280,42 +280,6 @@ def test_the_stub_says_what_the_classes_take(name: str) -> None:
     assert {each for each, _ in shown[len(stubbed) :]} == set(kind.__annotations__)
 
 
-SNIPPET = """
-import torch
-from mechanic_plugins import MechanicOptimizer, mechanize
-from mechanic_plugins.optim import SGD, Adafactor, AdamW, AdamW8bit, Lion, Muon, wrap
-
-model = torch.nn.Linear(2, 2)
-opt = AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), mechanic_betas=[0.9, 0.99], s_decay=0.0, scope="group")
-base: torch.optim.Optimizer = opt
-ours: MechanicOptimizer = SGD(model.named_parameters(), momentum=0.9, betas=(0.9,), eps=1e-8)
-others = [Muon([{"params": []}], adamw_params=[], rule="paper"), Lion(model.parameters(), mechanic_betas=(0.9,))]
-lrs: list[float] = AdamW8bit(model.parameters()).effective_lrs
-made = wrap(torch.optim.RAdam, s_init="auto")(model.parameters(), lr=1.0, anything="goes")
-reveal_type(made.scale)
-AdamW(model.parameters(), s_dekay=0.0)
-AdamW(model.parameters(), scope="groups")
-AdamW(model.parameters(), lr="fast")
-Adafactor(model.parameters(), momentum=0.9)
-mechanize(opt, s_dekay=0.0)
-"""
-
-
-@pytest.mark.slow
-def test_mypy_knows_them(tmp_path: Path) -> None:
-    """The cache is that of `make lint`: reading all of torch takes half a minute."""
-    pytest.importorskip("mypy")
-    (tmp_path / "snippet.py").write_text(SNIPPET)
-    root = Path(optim.__file__).parents[1]
-    settings = ["--config-file", str(root / "pyproject.toml"), "--cache-dir", str(root / ".mypy_cache")]
-    command = [sys.executable, "-m", "mypy", "--strict", *settings, "--no-error-summary", "snippet.py"]
-    environment = {"PATH": "", "PYTHONPATH": "", "MYPYPATH": str(root)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
-    found = [line.split(":", 2)[1:] for line in done.stdout.splitlines() if line.startswith("snippet.py:")]
-    assert sorted({int(number) for number, text in found if "error" in text}) == [14, 15, 16, 17, 18], done.stdout
-    assert any('Revealed type is "torch._tensor.Tensor"' in text for _, text in found), done.stdout
-
-
 def test_importing_it_loads_no_package_that_was_not_asked_for() -> None:
     program = """
 import json, sys
