@@ -14,7 +14,7 @@ from mechanic_plugins.core import rules, tuner
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner import Outcome
 from mechanic_plugins.core.tuner_state import CLIP_EPS, SCALARS, SUMS, TunerState, column
-from mechanic_plugins.kernels.cuda_graphs import is_capturing
+from mechanic_plugins.kernels.cuda import is_capturing, on
 
 __all__ = ["constants_of", "decide", "packed_copy", "unpacked"]
 
@@ -61,27 +61,28 @@ def decide(
     old = _packed(state)
     out = torch.empty(tuners * (width + _SCALES) + 2, dtype=torch.float64, device=sums.device)
     new, new_counters, scales = torch.split(out, [tuners * width, 2, tuners * _SCALES])
-    tuner_kernel[(tuners,)](
-        sums,
-        old,
-        new,
-        betas,
-        constants,
-        counters,
-        new_counters,
-        scales,
-        column(lrs, sums.device),
-        *_halves(max_grad_norm),
-        tuners,
-        FROZEN=hold,
-        CLIPS=max_grad_norm is not None and max_grad_norm < torch.finfo(torch.float32).max,
-        CLIP_EPS=CLIP_EPS,
-        NUMBERS=_power(tuners * len(SUMS) + 1),
-        n=n,
-        N=_power(n),
-        num_warps=1,
-        **_variant(settings),
-    )
+    with on(sums.device):
+        tuner_kernel[(tuners,)](
+            sums,
+            old,
+            new,
+            betas,
+            constants,
+            counters,
+            new_counters,
+            scales,
+            column(lrs, sums.device),
+            *_halves(max_grad_norm),
+            tuners,
+            FROZEN=hold,
+            CLIPS=max_grad_norm is not None and max_grad_norm < torch.finfo(torch.float32).max,
+            CLIP_EPS=CLIP_EPS,
+            NUMBERS=_power(tuners * len(SUMS) + 1),
+            n=n,
+            N=_power(n),
+            num_warps=1,
+            **_variant(settings),
+        )
     after, table = _state_of(new.view(tuners, width)), scales.view(tuners, _SCALES)
     if is_capturing(sums.device):
         after, new_counters = _written_over(state, counters, after, new_counters)

@@ -15,7 +15,7 @@ from mechanic_plugins.core import tuner
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner import Outcome
 from mechanic_plugins.core.tuner_state import TunerState
-from mechanic_plugins.kernels.cuda_graphs import captured
+from mechanic_plugins.kernels.cuda import captured
 from mechanic_plugins.kernels.gpu_tuner import packed_copy, unpacked
 
 __all__ = ["RecordedTuner"]
@@ -57,7 +57,7 @@ class RecordedTuner:
             outcome = tuner.decide(before, self._sums, counted, lr=self._lrs, **how)
             return outcome, packed_copy(outcome.state, outcome.counters)[0]
 
-        self._graph, (self._outcome, self._after) = captured(launch)
+        self._graph, (self._outcome, self._after) = captured(launch, sums.device)
 
     def decide(self, state: TunerState, sums: Tensor, counters: Tensor, lrs: Sequence[float]) -> Outcome:
         """The outcome of a step, good until the next; its state and counters stay as they are."""

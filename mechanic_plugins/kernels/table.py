@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import IndexRange
-from mechanic_plugins.kernels.cuda_graphs import is_capturing
+from mechanic_plugins.kernels.cuda import is_capturing
 
 __all__ = ["COLUMNS", "POINTERS", "Table", "Tiles"]
 

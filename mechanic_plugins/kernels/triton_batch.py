@@ -15,7 +15,7 @@ from torch import Tensor
 from mechanic_plugins.core.param_state import IndexRange, ParamState, delta_dtype, needs_reference
 from mechanic_plugins.core.tuner_state import gradient_count, sums_of
 from mechanic_plugins.kernels.addresses import Addresses, BaseState
-from mechanic_plugins.kernels.cuda_graphs import is_capturing
+from mechanic_plugins.kernels.cuda import is_capturing, on
 from mechanic_plugins.kernels.table import Table
 from mechanic_plugins.kernels.triton_support import ALIGNED, kind_of, processors, triton_type
 
@@ -91,19 +91,20 @@ class TritonBatch:
         known = self._knows_norms()
         partial = self._partial_sums(norms=not known)
         norms = self._last_norms if known else None
-        _kernels().collect_kernel[(1,)](
-            partial,
-            len(partial),
-            partial if norms is None else norms,
-            0 if norms is None else len(norms),
-            self.table.constant((weight, float(self.addresses.gradients), penalty)),
-            sums_of(here, tuner_index),
-            gradient_count(here),
-            NORMS_APART=norms is not None,
-            MAXIMIZE=maximize,
-            SIZE=_COLLECT_BLOCK,
-            num_warps=4,
-        )
+        with on(self.device):
+            _kernels().collect_kernel[(1,)](
+                partial,
+                len(partial),
+                partial if norms is None else norms,
+                0 if norms is None else len(norms),
+                self.table.constant((weight, float(self.addresses.gradients), penalty)),
+                sums_of(here, tuner_index),
+                gradient_count(here),
+                NORMS_APART=norms is not None,
+                MAXIMIZE=maximize,
+                SIZE=_COLLECT_BLOCK,
+                num_warps=4,
+            )
         if here is not out:
             out += here.to(out.device, non_blocking=True)
 
@@ -121,18 +122,19 @@ class TritonBatch:
         programs = min(tiles.starts[-1], SUM_PROGRAMS * processors(self.device))
         out = torch.empty(programs, 5, dtype=self.acc, device=self.device)
         if programs:
-            _kernels().sums_kernel[(programs,)](
-                self.pointers,
-                tiles.blocks,
-                tiles.firsts,
-                out,
-                tiles.starts[-1],
-                **self.types("xtype", "gtype", "dtype", "acc"),
-                NORMS=norms,
-                ALIGNED=self.addresses.are_aligned,
-                SIZE=SUM_BLOCK,
-                num_warps=SUM_WARPS,
-            )
+            with on(self.device):
+                _kernels().sums_kernel[(programs,)](
+                    self.pointers,
+                    tiles.blocks,
+                    tiles.firsts,
+                    out,
+                    tiles.starts[-1],
+                    **self.types("xtype", "gtype", "dtype", "acc"),
+                    NORMS=norms,
+                    ALIGNED=self.addresses.are_aligned,
+                    SIZE=SUM_BLOCK,
+                    num_warps=SUM_WARPS,
+                )
         return out
 
     def snapshot(self, part: IndexRange, xs: Sequence[Tensor]) -> Tensor:
@@ -142,19 +144,20 @@ class TritonBatch:
         tiles = self.table.tiled(SUM_BLOCK)
         first, last = tiles.of(part)
         if last > first:
-            _kernels().snapshot_kernel[(min(last - first, SUM_PROGRAMS * processors(self.device)),)](
-                self.pointers,
-                tiles.blocks,
-                tiles.firsts,
-                first,
-                last,
-                flat,
-                place,
-                **self.types("xtype"),
-                ALIGNED=self.addresses.are_aligned,
-                SIZE=SUM_BLOCK,
-                num_warps=SUM_WARPS,
-            )
+            with on(self.device):
+                _kernels().snapshot_kernel[(min(last - first, SUM_PROGRAMS * processors(self.device)),)](
+                    self.pointers,
+                    tiles.blocks,
+                    tiles.firsts,
+                    first,
+                    last,
+                    flat,
+                    place,
+                    **self.types("xtype"),
+                    ALIGNED=self.addresses.are_aligned,
+                    SIZE=SUM_BLOCK,
+                    num_warps=SUM_WARPS,
+                )
         return flat
 
     def float_copies(self, part: IndexRange, xs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
@@ -194,24 +197,25 @@ class TritonBatch:
         tiles, norms = self.table.tiled(MOVE_BLOCK), self.targets[part]
         first, last = tiles.of(part)
         if last > first:
-            _kernels().move_kernel[(len(norms),)](
-                self.pointers,
-                tiles.blocks,
-                tiles.firsts,
-                first,
-                last,
-                snapshot,
-                self.places[part.first],
-                scales,
-                norms,
-                **self.types("xtype", "dtype", "acc"),
-                LOW=needs_reference(self.xtype),
-                DITHERED=self.dtype == torch.bfloat16,
-                APART=apart,
-                ALIGNED=self.addresses.are_aligned,
-                SIZE=MOVE_BLOCK,
-                num_warps=MOVE_WARPS,
-            )
+            with on(self.device):
+                _kernels().move_kernel[(len(norms),)](
+                    self.pointers,
+                    tiles.blocks,
+                    tiles.firsts,
+                    first,
+                    last,
+                    snapshot,
+                    self.places[part.first],
+                    scales,
+                    norms,
+                    **self.types("xtype", "dtype", "acc"),
+                    LOW=needs_reference(self.xtype),
+                    DITHERED=self.dtype == torch.bfloat16,
+                    APART=apart,
+                    ALIGNED=self.addresses.are_aligned,
+                    SIZE=MOVE_BLOCK,
+                    num_warps=MOVE_WARPS,
+                )
             torch.autograd.graph.increment_version(xs)
 
     def begin_moves(self, parts: Sequence[IndexRange], *, programs: int = MOVE_PROGRAMS) -> None:

@@ -16,7 +16,7 @@ from mechanic_plugins.core.schedule import Schedule
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import TunerState, column
 from mechanic_plugins.kernels import gpu_tuner
-from mechanic_plugins.kernels.cuda_graphs import Habit, is_capturing
+from mechanic_plugins.kernels.cuda import Habit, is_capturing
 from mechanic_plugins.kernels.recorded_tuner import RecordedTuner
 from mechanic_plugins.optimizer.units import Units
 from mechanic_plugins.passes.plan import Decision

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.kernels import gpu_tuner
-from mechanic_plugins.kernels.cuda_graphs import Habit, captured, is_capturing
+from mechanic_plugins.kernels.cuda import Habit, captured, is_capturing
 from mechanic_plugins.optimizer.decider import Decider, Inputs, counters_of
 from mechanic_plugins.passes.fused import FusedPlan
 from mechanic_plugins.passes.plan import Plan
@@ -83,8 +83,8 @@ class Recording:
         rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in plan.batches]
         self._cells = [*self._lrs.unbind(), *rates]
         self._written: Sequence[float] = [0.0] * len(self._cells)
-        self._before, self._sums = captured(lambda: plan.sums(tuners=tuners, device=device, with_dx=True))
-        self._after, _ = captured(lambda: self._launch(plan, decider, inputs, max_grad_norm))
+        self._before, self._sums = captured(lambda: plan.sums(tuners=tuners, device=device, with_dx=True), device)
+        self._after, _ = captured(lambda: self._launch(plan, decider, inputs, max_grad_norm), device)
 
     def _launch(self, plan: FusedPlan, decider: Decider, inputs: Inputs, max_grad_norm: float | None) -> None:
         outcome, table = decider.launch(

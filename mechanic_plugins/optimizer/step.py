@@ -31,7 +31,7 @@ from mechanic_plugins.distributed.sharding import (
     local,
     reduction_for,
 )
-from mechanic_plugins.kernels.cuda_graphs import is_capturing
+from mechanic_plugins.kernels.cuda import is_capturing
 from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
 from mechanic_plugins.optimizer.delegate import Group
 from mechanic_plugins.optimizer.freezing import Freezing

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.kernels.cuda_graphs import is_capturing
+from mechanic_plugins.kernels.cuda import is_capturing
 
 __all__ = ["Units"]
 

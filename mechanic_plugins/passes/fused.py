@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from mechanic_plugins.core.param_state import DELTA, REF, IndexRange, ParamState, needs_reference
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.kernels.addresses import BaseState
+from mechanic_plugins.kernels.cuda import on
 from mechanic_plugins.kernels.foreach import ForeachBatch
 from mechanic_plugins.kernels.triton_batch import FUSED_PROGRAMS, MOVE_BLOCK, MOVE_WARPS, TritonBatch
 from mechanic_plugins.kernels.triton_support import triton_type
@@ -114,28 +115,29 @@ class FusedBatch(ParamBatch):
         norms, tiles = rows.targets[whole], rows.table.tiled(MOVE_BLOCK)
         scales = scales[self.tuner_index].to(self.device, non_blocking=True)
         if tiles.starts[-1]:
-            kernels.fused_kernel[(len(norms),)](
-                rows.pointers,
-                tiles.blocks,
-                tiles.firsts,
-                tiles.starts[-1],
-                scales,
-                norms,
-                self._corrections(kernels, scales) if _has_steps(self.base) else norms,
-                lr,
-                *_constants(self.base, group),
-                KIND=_kind(self.base, group),
-                MOMENTUM=bool(group.get("momentum")),
-                NESTEROV=bool(group.get("nesterov")),
-                MAXIMIZE=bool(group.get("maximize")),
-                **rows.types("xtype", "gtype", "dtype"),
-                mtype=triton_type(self.moment_type),
-                LOW=needs_reference(rows.xtype),
-                DITHERED=rows.dtype == torch.bfloat16,
-                ALIGNED=rows.addresses.are_aligned,
-                SIZE=MOVE_BLOCK,
-                num_warps=MOVE_WARPS,
-            )
+            with on(self.device):
+                kernels.fused_kernel[(len(norms),)](
+                    rows.pointers,
+                    tiles.blocks,
+                    tiles.firsts,
+                    tiles.starts[-1],
+                    scales,
+                    norms,
+                    self._corrections(kernels, scales) if _has_steps(self.base) else norms,
+                    lr,
+                    *_constants(self.base, group),
+                    KIND=_kind(self.base, group),
+                    MOMENTUM=bool(group.get("momentum")),
+                    NESTEROV=bool(group.get("nesterov")),
+                    MAXIMIZE=bool(group.get("maximize")),
+                    **rows.types("xtype", "gtype", "dtype"),
+                    mtype=triton_type(self.moment_type),
+                    LOW=needs_reference(rows.xtype),
+                    DITHERED=rows.dtype == torch.bfloat16,
+                    ALIGNED=rows.addresses.are_aligned,
+                    SIZE=MOVE_BLOCK,
+                    num_warps=MOVE_WARPS,
+                )
 
     def _corrections(self, kernels: Any, scales: Tensor) -> Tensor:
         """Counts Adam's step for every parameter, and its bias corrections."""
@@ -143,9 +145,10 @@ class FusedBatch(ParamBatch):
         corrections = torch.empty(count, 2, device=self.device)
         logs = tuple(math.log(beta) if beta > 0 else -math.inf for beta in self.group["betas"])
         constants = self.tensors.table.constant(logs)
-        kernels.adam_steps_kernel[(-(-count // _STEPS_BLOCK),)](
-            self.tensors.pointers, count, scales, constants, corrections, SIZE=_STEPS_BLOCK, num_warps=4
-        )
+        with on(self.device):
+            kernels.adam_steps_kernel[(-(-count // _STEPS_BLOCK),)](
+                self.tensors.pointers, count, scales, constants, corrections, SIZE=_STEPS_BLOCK, num_warps=4
+            )
         return corrections
 
 

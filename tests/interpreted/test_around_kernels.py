@@ -6,15 +6,19 @@ import copy
 import itertools
 import math
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BASES, EPS
+from kernel_cases import BASES, EPS, train
 from torch import nn
 
 from mechanic_plugins import mechanize
 from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins.kernels import gpu_tuner, triton_batch, triton_fused, triton_passes, triton_tuner
+from mechanic_plugins.passes import fused
 
 
 class Replaces(torch.optim.SGD):
@@ -215,3 +219,37 @@ def test_nothing_moves_at_an_lr_of_zero_and_frozen_parameters_never(backend: str
     assert seen[8][1:] == seen[7][1:] == seen[6][1:]
     moving = [x for _, x, _ in seen[:7] + seen[9:]]
     assert all(a != b for a, b in itertools.pairwise(moving[1:]))
+
+
+class Launched:
+    """A kernel that may be launched where its tensors' device is the current one."""
+
+    def __init__(self, kernel: Any, check: Callable[[], None]) -> None:
+        self.kernel, self.check = kernel, check
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.check()
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_every_launch_is_made_on_its_tensors_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current GPU, which in `model.to("cuda:1")` is another."""
+    current, launches = list[torch.device](), list[torch.device]()
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    for module in (triton_batch, gpu_tuner, fused):
+        monkeypatch.setattr(module, "on", on)
+    for module in (triton_passes, triton_fused, triton_tuner):
+        for name in dir(module):
+            if name.endswith("_kernel"):
+                kernel = Launched(getattr(module, name), lambda: launches.append(current[-1]))
+                monkeypatch.setattr(module, name, kernel)
+    train("adamw", 4, torch.float32, backend=backend)
+    assert len(launches) > 10
+    assert set(launches) == {torch.device("cpu")}

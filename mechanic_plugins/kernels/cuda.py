@@ -1,20 +1,27 @@
-"""CUDA graphs: ours, and whether somebody else captures one."""
+"""The current GPU, CUDA graphs of ours, and whether somebody else captures one."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Habit", "captured", "is_capturing"]
+__all__ = ["Habit", "captured", "is_capturing", "on"]
 
 T = TypeVar("T")
 _ALIKE = 3
 """Steps with one key before it is recorded: one that changes all the time is not worth it."""
 _this_thread = threading.local()
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one: Triton launches there, and graphs are captured there, wherever their tensors are."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 class Habit:
@@ -31,15 +38,16 @@ class Habit:
         return self._count > _ALIKE
 
 
-def captured(launch: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+def captured(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
     """Nothing runs while it is captured, so there is nothing to wait for."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with _recording(), torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            result = launch()
-        finally:
-            graph.capture_end()
+    with on(device):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with _recording(), torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                result = launch()
+            finally:
+                graph.capture_end()
     return graph, result
 
 
