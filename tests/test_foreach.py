@@ -19,6 +19,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
     for module in (foreach, foreach_sums):
         monkeypatch.setattr(module, "waits_for_host", lambda device: True)
         monkeypatch.setattr(module, "SMALL", 35)  # two of six are longer
+    monkeypatch.setattr(foreach_sums, "_MANY", 15)  # one is between
     monkeypatch.setattr(foreach_sums, "_ROW", row)
 
 
@@ -48,6 +49,17 @@ def test_rows_lead_where_single_tensors_do(options: dict[str, Any], row: int, mo
     as_on_a_gpu(monkeypatch, row)
     weights, scale_by_rows = trained(torch.float64, **options)
     assert scale_by_rows == pytest.approx(scale, rel=1e-12)
+    for a, b in zip(weights, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", [{}, {"s_decay": 0.1, "hindsight": 1.0}], ids=str)
+def test_moves_by_the_kernel_of_sgd(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch, 10**6)
+    expected, scale = trained(torch.float64, **options)
+    monkeypatch.setattr(foreach, "has_fused_sgd", lambda x: True)
+    weights, scale_by_kernel = trained(torch.float64, **options)
+    assert scale_by_kernel == pytest.approx(scale, rel=1e-12)
     for a, b in zip(weights, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from mechanic_plugins.bench.optimizers import bases, rivals
 from mechanic_plugins.bench.report import plot, table
 from mechanic_plugins.bench.scale import NODE, scale_table
 from mechanic_plugins.bench.shapes import SIZES, gpt2_shapes, lora_shapes
-from mechanic_plugins.bench.timing import Result, copy_speed, measure
+from mechanic_plugins.bench.timing import Result, copy_speed, count_launches, measure
 
-__all__ = ["Result", "bases", "copy_speed", "main", "measure", "plot", "rivals", "table"]
+__all__ = ["Result", "bases", "copy_speed", "count_launches", "main", "measure", "plot", "rivals", "table"]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -68,13 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     device = torch.device(arguments.device)
     dtype = getattr(torch, arguments.dtype)
-    how: dict[str, Any] = {"dtype": dtype, "repeats": arguments.repeats, "queued": arguments.queued}
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "clip": arguments.clip}
     lists = {size: gpt2_shapes(*SIZES[size]) for size in arguments.sizes}
-    results: list[Result] = []
+    timed: list[tuple[list[tuple[int, ...]], Result]] = []
     for size, shapes in ({"LoRA": lora_shapes()} if arguments.shapes == "lora" else lists).items():
-        for result in measure(shapes, arguments.base, device=device, clip=arguments.clip, **how):
-            results.append(result)
+        for result in measure(shapes, arguments.base, repeats=arguments.repeats, queued=arguments.queued, **how):
+            timed.append((shapes, result))
             print(f"{size}: {result.name}: {result.ratio:.3f}", file=sys.stderr, flush=True)
+    results = [
+        replace(result, launches=count_launches(shapes, arguments.base, result.name, **how)) for shapes, result in timed
+    ]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(
         f"torch {torch.__version__}, {where}, {arguments.base}, {arguments.dtype}"

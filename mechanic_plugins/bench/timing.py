@@ -16,7 +16,7 @@ from mechanic_plugins.bench.costs import bytes_of
 from mechanic_plugins.bench.optimizers import Factory, bases, rivals
 from mechanic_plugins.optimizer import MechanicOptimizer
 
-__all__ = ["Result", "copy_speed", "measure"]
+__all__ = ["Result", "copy_speed", "count_launches", "measure"]
 
 ALONE = "base alone"
 MAX_NORM = 1.0
@@ -36,6 +36,7 @@ class Result:
     state_bytes: float
     transient_bytes: float | None
     launches: int | None
+    """See `count_launches`."""
     moved_bytes: int | None
     """The fewest bytes per parameter that a step can move; None where they cannot be counted."""
     of_limit: float | None
@@ -90,6 +91,29 @@ def measure(
         yield _against_limit(result, base, speed, itemsize=dtype.itemsize)
 
 
+def count_launches(
+    shapes: Sequence[tuple[int, ...]],
+    base: str,
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    clip: bool = False,
+) -> int | None:
+    """Kernels and copies that a step of this rival launches; only CUDA counts them.
+
+    After all timings: once a process has been profiled, every launch takes it longer.
+    """
+    if device.type != "cuda":
+        return None
+    found = {ALONE: bases(device)[base], **rivals(base, device, max_grad_norm=MAX_NORM if clip else None)}
+    run = _Run(shapes, found[name], device=device, dtype=dtype, clip=clip)
+    run.timed(queued=20)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run.timed(queued=1)
+    return sum(int(event.count) for event in profile.key_averages() if event.device_type.name != "CPU")
+
+
 def _against_limit(result: Result, base: str, speed: float, *, itemsize: int) -> Result:
     path = "alone" if result.name == ALONE and base != "lion" else result.name.removeprefix("mechanic, ")
     moved = bytes_of(base, path, itemsize=itemsize)
@@ -118,7 +142,7 @@ def _compare(runs: dict[str, _Run], *, repeats: int, queued: int) -> Iterator[Re
             host_seconds=hosts[name],
             state_bytes=run.state_bytes() / run.count,
             transient_bytes=run.transient_bytes(),
-            launches=run.launches(),
+            launches=None,
             moved_bytes=None,
             of_limit=None,
         )
@@ -187,15 +211,6 @@ class _Run:
         self.step()
         self._wait()
         return (torch.cuda.max_memory_allocated(self.device) - before) / self.count
-
-    def launches(self) -> int | None:
-        """Kernels and copies launched per step."""
-        if self.device.type != "cuda":
-            return None
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            self.step()
-            self._wait()
-        return sum(int(event.count) for event in profile.key_averages() if event.device_type.name != "CPU")
 
     def _wait(self) -> None:
         _wait(self.device)

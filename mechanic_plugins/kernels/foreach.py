@@ -19,7 +19,7 @@ from mechanic_plugins.kernels.dither import dithered
 from mechanic_plugins.kernels.foreach_sums import SMALL, local_sums, parts, reals, row_of, waits_for_host
 from mechanic_plugins.kernels.triton_support import ALIGNED
 
-__all__ = ["ForeachBatch", "move"]
+__all__ = ["ForeachBatch", "has_fused_sgd", "move"]
 
 _CACHED = 1 << 20
 """Elements that stay in a CPU's cache from one operation to the next; fewer would pay more for starting them."""
@@ -178,9 +178,25 @@ def _move_by_difference(
     torch._foreach_mul_(deltas, kept)
     torch._foreach_add_(deltas, xs)
     torch._foreach_mul_(xs, before)
-    for here in parts([x.numel() for x in xs]):
-        torch._foreach_add_(xs[here], torch._foreach_mul(deltas[here], step))
+    _add_multiple(xs, deltas, step)
     torch._foreach_add_(xs, olds)
+
+
+def _add_multiple(xs: list[Tensor], deltas: list[Tensor], factor: Tensor) -> None:
+    """Adds factor * delta. Only SGD's kernel takes a factor from the device's memory and makes one pass of it."""
+    if has_fused_sgd(xs[0]):
+        torch._fused_sgd_(
+            xs, deltas, [], lr=factor, maximize=True,
+            weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False, is_first_step=False,
+        )  # fmt: skip
+        return
+    for here in parts([x.numel() for x in xs]):
+        torch._foreach_add_(xs[here], torch._foreach_mul(deltas[here], factor))
+
+
+def has_fused_sgd(x: Tensor) -> bool:
+    """Its factor has float32's digits."""
+    return x.device.type == "cuda" and x.dtype == torch.float32
 
 
 def _those_where(value: bool, marks: Sequence[bool], *lists: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:

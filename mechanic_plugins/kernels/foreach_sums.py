@@ -21,7 +21,7 @@ SMALL, _ROW = 1 << 24, 1 << 26
 """Elements of a tensor that a GPU takes together with others, and of all of these at a time: one by one it would wait
 for the host."""
 _MANY = 1 << 18
-"""Elements of a tensor from which on it counts how long a GPU takes to copy it."""
+"""Elements of a tensor from which on a GPU would rather read it in place: to copy it takes longer than to be told."""
 _DOTS = 5
 """Inner products of a tensor's weights, gradient and delta."""
 
@@ -45,7 +45,9 @@ def _sums(
 ) -> Tensor:
     dots: list[Tensor] = []
     if waits_for_host(param_states[0].x.device):
-        param_states = _in_rows(param_states, with_dx=with_dx)
+        short, middling, param_states = _by_length(param_states)
+        _add_dots_together(middling, dots, at_least, with_dx=with_dx)
+        param_states = [*param_states, *_in_rows(short)]
     for param_state in param_states:
         _add_dots(param_state, dots, at_least, with_dx=with_dx)
     return torch.stack(dots).to(device, non_blocking=True).view(-1, _DOTS).sum(0, dtype=torch.float64)
@@ -70,28 +72,50 @@ def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype
         dots.append(zero if e is None else torch.dot(e, e))
 
 
-def _in_rows(param_states: Sequence[ParamState], *, with_dx: bool) -> list[ParamState]:
-    """Those that are long or lack something, and copies of the others in a few long rows.
-
-    Of weights that are asked for <x, x> alone, their norms do as well.
-    """
-    alone, small = list[ParamState](), list[ParamState]()
+def _by_length(param_states: Sequence[ParamState]) -> tuple[list[ParamState], list[ParamState], list[ParamState]]:
+    """Short ones, middling ones, and those that are long or lack something."""
+    short, middling, others = list[ParamState](), list[ParamState](), list[ParamState]()
     for state in param_states:
-        is_small = state.x.numel() <= SMALL and state.grad is not None and state.delta is not None
-        (small if is_small else alone).append(state)
-    for here in parts([state.x.numel() for state in small]):
-        xs, grads, deltas = map(reals, zip(*(state[:3] for state in small[here]), strict=True))
-        norms_do = not with_dx and xs[0].dtype in (torch.float32, torch.float64)
-        x = torch.stack(torch._foreach_norm(xs)) if norms_do else _row(xs)
-        alone.append(ParamState(x, _row(grads), _row(deltas), None))
-    return alone
+        numel = state.x.numel()
+        if state.grad is None or state.delta is None or numel > SMALL:
+            others.append(state)
+        else:
+            (short if numel < _MANY else middling).append(state)
+    return short, middling, others
 
 
-def _row(tensors: list[Tensor]) -> Tensor:
-    if sum(t.numel() for t in tensors) < _MANY * len(tensors):  # the views would take the host longer
-        row: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-        return row
-    return row_of(tensors)[0]
+def _in_rows(short: Sequence[ParamState]) -> Iterator[ParamState]:
+    """Copies of weights, gradients and deltas in a few long rows."""
+    for here in parts([state.x.numel() for state in short]):
+        x, grad, delta = map(_row, zip(*(state[:3] for state in short[here]), strict=True))
+        yield ParamState(x, grad, delta, None)
+
+
+def _row(tensors: Sequence[Tensor]) -> Tensor:
+    row: Tensor = _flatten_dense_tensors(reals(tensors))  # type: ignore[no-untyped-call]
+    return row
+
+
+def _add_dots_together(
+    middling: Sequence[ParamState], dots: list[Tensor], at_least: torch.dtype, *, with_dx: bool
+) -> None:
+    """The five of each: nothing is copied, and the norms of all are one operation."""
+    if not middling:
+        return
+    xs, grads, deltas = map(reals, zip(*(state[:3] for state in middling), strict=True))
+    wide = torch.promote_types(xs[0].dtype, at_least)
+    zero = xs[0].new_zeros((), dtype=wide)
+    squares = [torch._foreach_norm(tensors, dtype=wide) for tensors in (grads, xs, deltas)]
+    for norms in squares:
+        torch._foreach_mul_(norms, norms)
+    for x, grad, delta, gg, xx, dd in zip(xs, grads, deltas, *squares, strict=True):
+        d = _flat(delta, wide)
+        dots += [torch.dot(d, _flat(grad, wide)), gg, xx, torch.dot(d, _flat(x, wide)) if with_dx else zero, dd]
+
+
+def _flat(t: Tensor, dtype: torch.dtype) -> Tensor:
+    row = t.reshape(-1)
+    return row if t.dtype == dtype else row.to(dtype)
 
 
 def row_of(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

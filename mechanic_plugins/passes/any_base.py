@@ -22,7 +22,7 @@ from mechanic_plugins.passes.twins import in_the_place_of, synchronized
 
 __all__ = ["AnyBasePlan", "at_lrs", "skipping"]
 
-SNAPSHOT_BYTES = 256 * 2**20
+SNAPSHOT_BYTES = 512 * 2**20
 """The most that a snapshot holds at once, if no single parameter is larger."""
 
 
