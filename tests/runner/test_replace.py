@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,6 +63,11 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         cls.__module__, cls.__qualname__ = library.__name__, cls.__name__
         setattr(library, cls.__name__, cls)
     return library
+
+
+@pytest.fixture(autouse=True)
+def _events_go_with_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def replace(library: Any, name: str, new: str = "", **plan: Any) -> Events:
@@ -270,10 +276,9 @@ def test_the_real_prodigy() -> None:
         prodigyopt.Prodigy.__new__ = original
 
 
-def test_events_are_seen_by_all_and_noted_once(tmp_path: Path) -> None:
-    one, path = Events.new(), ""
-    path = one.path
-    other = Events(path)
+def test_events_are_seen_by_all_and_noted_once() -> None:
+    one = Events.new()
+    other = Events(one.path)
     assert one.note("built", "AdamW")
     assert not one.note("built", "AdamW")
     assert other.note("built", "SGD")
