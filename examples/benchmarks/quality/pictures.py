@@ -162,5 +162,5 @@ def _diffusion(
 def _diffusion_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     width, batch, steps = (8, 16, 40) if size == "smoke" else (32, 128, 2000)
     build = functools.partial(_diffusion, folder, "fashion_mnist", width, batch)
-    lrs = half_decades(3e-4, 1e-2)
+    lrs = half_decades(3e-4, 3e-2)
     yield Problem("diffusion, adamw", "diffusion", "adamw", lrs, steps, build, clip=1.0, weight_decay=0.01)

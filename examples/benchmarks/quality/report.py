@@ -29,12 +29,13 @@ def shown(score: float | None, *, is_error: bool) -> str:
 
 
 def family_table(results: Results, key: str | None = None) -> str:
-    """One row for each family and base: by the problems' own measure, or by `key`. The best is in bold."""
+    """One row for each family and base: by the problems' own measure, or by `key`. The best of those that ran them all is in bold."""
     methods = results.methods()
     rows = []
     for group, problems in results.groups().items():
         points = group.is_error if key is None else is_error(key)
-        winner = next(iter(results.ranked(group, problems, methods)), None)
+        complete = list(results.ranked(group, problems, methods))
+        winner = complete[0] if len(complete) > 1 else None
         cells = []
         for method in methods:
             scores = [results.score(problem, method, key or results.measure(problem)) for problem in problems]
