@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.core.param_state import ParamState
 from mechanic_plugins.kernels import foreach, foreach_sums
 
 SHAPES = [(3, 5), (), (40,), (0, 2), (7, 2, 3, 3), (11,)]
@@ -68,13 +67,15 @@ def test_moves_by_the_kernel_of_sgd(options: dict[str, Any], monkeypatch: pytest
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("with_dx", [True, False])
 def test_sums_by_rows(dtype: torch.dtype, row: int, with_dx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = [ParamState(p.detach(), p.detach() * 2, p.detach() * 3, None) for p in parameters(dtype)]
-    states[1] = states[1]._replace(grad=None)
-    states[2] = states[2]._replace(delta=None)
-    expected = foreach_sums.local_sums(states, device=torch.device("cpu"), with_dx=with_dx)
+    xs = [p.detach() for p in parameters(dtype)]
+    grads, deltas = (
+        [None if i == 1 else 2 * x for i, x in enumerate(xs)],
+        [None if i == 2 else 3 * x for i, x in enumerate(xs)],
+    )
+    expected = foreach_sums.local_sums(xs, grads, deltas, device=torch.device("cpu"), with_dx=with_dx)
     assert (expected[3] == 0) == (not with_dx)
     as_on_a_gpu(monkeypatch, row)
-    sums = foreach_sums.local_sums(states, device=torch.device("cpu"), with_dx=with_dx)
+    sums = foreach_sums.local_sums(xs, grads, deltas, device=torch.device("cpu"), with_dx=with_dx)
     torch.testing.assert_close(sums, expected, rtol=1e-5 if dtype == torch.bfloat16 else 1e-6, atol=0)
 
 

@@ -7,7 +7,7 @@ are no plain rows in memory; `mechanic_plugins.kernels.triton_batch` is the way 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -69,8 +69,7 @@ class ForeachBatch:
 
         Without `with_dx` <d, x> is left out, unless the penalty needs it.
         """
-        param_states = [ParamState(*tensors) for tensors in zip(xs, grads, self.deltas, self.refs, strict=True)]
-        sums = local_sums(param_states, device=out.device, with_dx=with_dx or penalty != 0)
+        sums = local_sums(xs, grads, self.deltas, device=out.device, with_dx=with_dx or penalty != 0)
         if maximize:
             sums[0].neg_()
         sums_of(out, tuner_index).add_(torch.cat([sums, penalty * sums[3:4]]), alpha=weight)
@@ -97,63 +96,60 @@ class ForeachBatch:
 
     def move(self, part: IndexRange, xs: Sequence[Tensor], snapshot: Sequence[Tensor], scales: Tensor) -> None:
         """From the base's weights to Mechanic's."""
-        before, after, _, kept, _, step = scales.unbind()
-        places = self._places[part.first : part.last]
-        move(self._param_states(part, xs), snapshot, before=before, after=after, kept=kept, step=step, places=places)
+        here = slice(part.first, part.last)
+        move(xs, _all_of(self.deltas[here]), self.refs[here], snapshot, scales, places=self._places[here])
 
     def move_to(
         self, part: IndexRange, xs: Sequence[Tensor], stepped: Sequence[Tensor], row: Tensor | None, scales: Tensor
     ) -> None:
         """The same where the base has stepped float32 copies and left the weights `xs` alone."""
-        before, after, _, kept, *_ = scales.float().unbind()
-        places = self._places[part.first : part.last]
-        for state, new, place in zip(self._param_states(part, xs), stepped, places, strict=True):
-            _move_rounded(state, state.x, new, before=before, after=after, kept=kept, step=scales[5], place=place)
-
-    def _param_states(self, part: IndexRange, xs: Sequence[Tensor]) -> list[ParamState]:
         here = slice(part.first, part.last)
-        return [ParamState(x, None, d, r) for x, d, r in zip(xs, self.deltas[here], self.refs[here], strict=True)]
+        kept = _all_of(self.deltas[here]), _all_of(self.refs[here])
+        _move_rounded(xs, *kept, xs, stepped, scales, places=self._places[here])
 
     def finish_moves(self, xs: Sequence[Tensor]) -> None:
         """All parts have moved."""
 
 
 def move(
-    param_states: Sequence[ParamState],
+    xs: Sequence[Tensor],
+    deltas: Sequence[Tensor],
+    refs: Sequence[Tensor | None],
     olds: Sequence[Tensor],
+    scales: Tensor,
     *,
-    before: Tensor,
-    after: Tensor,
-    kept: Tensor,
-    step: Tensor,
     places: Sequence[int],
 ) -> None:
     """From the base's weights to Mechanic's: delta = kept * delta + u, and x = x_ref + after * delta.
 
     u = x - old is what the base did. `olds` is read only, so that a caller can go back to it if anything raises.
-    All param_states have a delta and share one device and dtype. `step` and `places` are for a delta in bfloat16: see
-    `dithered`.
+    All share one device and dtype. `places` is for a delta in bfloat16: see `dithered`.
     """
-    if needs_reference(param_states[0].x.dtype):
-        before, after, kept = before.float(), after.float(), kept.float()
-        for state, old, place in zip(param_states, olds, places, strict=True):
-            _move_rounded(state, old, state.x, before=before, after=after, kept=kept, step=step, place=place)
+    if needs_reference(xs[0].dtype):
+        _move_rounded(xs, deltas, _all_of(refs), olds, xs, scales, places=places)
         return
+    before, after, _, kept, _, step = scales.unbind()
     before = before / torch.where(kept > 0, kept, 1.0)  # where nothing is kept, nothing was played
-    if not needs_reference(_delta(param_states[0]).dtype):
-        _move_by_difference(param_states, olds, before=before, after=after, kept=kept)
+    if not needs_reference(deltas[0].dtype):
+        _move_by_difference(xs, deltas, olds, before=before, after=after, kept=kept)
         return
-    for state, old, place in zip(param_states, olds, places, strict=True):
-        wide = state._replace(delta=_delta(state).to(state.x.dtype))
-        _move_by_difference([wide], [old], before=before, after=after, kept=kept)
-        _delta(state).copy_(dithered(_delta(wide), place=place, step=step))
+    for x, delta, old, place in zip(xs, deltas, olds, places, strict=True):
+        wide = delta.to(x.dtype)
+        _move_by_difference([x], [wide], [old], before=before, after=after, kept=kept)
+        delta.copy_(dithered(wide, place=place, step=step))
 
 
 def _move_by_difference(
-    param_states: Sequence[ParamState], olds: Sequence[Tensor], *, before: Tensor, after: Tensor, kept: Tensor
+    xs: Sequence[Tensor],
+    deltas: Sequence[Tensor],
+    olds: Sequence[Tensor],
+    *,
+    before: Tensor,
+    after: Tensor,
+    kept: Tensor,
 ) -> None:
     """Here `before` is the scale for the new delta that the weights were made at."""
-    xs, deltas, olds = map(reals, ([s.x for s in param_states], [_delta(s) for s in param_states], olds))
+    xs, deltas, olds = map(reals, (xs, deltas, olds))
     # before * u + (after - before) * delta, the new one: the whole move, small beside x, so that x is rounded once
     if not waits_for_host(xs[0].device):
         factor, scale, share = before.item(), after.item(), kept.item()
@@ -167,13 +163,13 @@ def _move_by_difference(
         return
     before, step, kept = (t.to(xs[0].dtype) for t in (before, after - before, kept))
     is_small = [x.numel() <= SMALL for x in xs]
-    for x, delta, old in _those_where(False, is_small, xs, deltas, olds):  # fewer passes over memory than together
-        torch.addcmul(x.sub_(old), delta, kept, out=delta)
-        x.mul_(before).addcmul_(delta, step).add_(old)
-    small = list(_those_where(True, is_small, xs, deltas, olds))
-    if not small:
+    for x, delta, old, small in zip(xs, deltas, olds, is_small, strict=True):
+        if not small:  # fewer passes over memory than together
+            torch.addcmul(x.sub_(old), delta, kept, out=delta)
+            x.mul_(before).addcmul_(delta, step).add_(old)
+    xs, deltas, olds = (list(itertools.compress(tensors, is_small)) for tensors in (xs, deltas, olds))
+    if not xs:
         return
-    xs, deltas, olds = map(list, zip(*small, strict=True))
     torch._foreach_sub_(xs, olds)  # xs hold u
     torch._foreach_mul_(deltas, kept)
     torch._foreach_add_(deltas, xs)
@@ -199,10 +195,6 @@ def has_fused_sgd(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype == torch.float32
 
 
-def _those_where(value: bool, marks: Sequence[bool], *lists: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    return itertools.compress(zip(*lists, strict=True), (mark == value for mark in marks))
-
-
 def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Long rows cut into batches that stay in a CPU's cache from one operation to the next."""
     cut: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
@@ -214,33 +206,32 @@ def _in_cache(*lists: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], lis
 
 
 def _move_rounded(
-    param_state: ParamState,
-    old: Tensor,
-    new: Tensor,
+    xs: Sequence[Tensor],
+    deltas: Sequence[Tensor],
+    refs: Sequence[Tensor],
+    olds: Sequence[Tensor],
+    news: Sequence[Tensor],
+    scales: Tensor,
     *,
-    before: Tensor,
-    after: Tensor,
-    kept: Tensor,
-    step: Tensor,
-    place: int,
+    places: Sequence[int],
 ) -> None:
     """Low precision: x is the rounding of ref + scale * delta. Weights that somebody else moved take ref with them.
 
-    The base went from `old` to `new`.
+    The base went from `olds` to `news`.
     """
-    delta, ref = _delta(param_state), param_state.ref
-    assert ref is not None
-    wide = delta.float()
-    expected = torch.addcmul(ref.float(), wide, before)
-    moved_outside = old != expected.to(old.dtype)
-    ref.copy_(torch.where(moved_outside, old.float() - before * wide, ref.float()))
-    wide = torch.addcmul(new.float() - old.float(), wide, kept)
-    if needs_reference(delta.dtype):
-        wide = dithered(wide, place=place, step=step)
-    delta.copy_(wide)
-    param_state.x.copy_(torch.addcmul(ref.float(), wide, after))
+    before, after, _, kept, *_ = scales.float().unbind()
+    for x, delta, ref, old, new, place in zip(xs, deltas, refs, olds, news, places, strict=True):
+        wide = delta.float()
+        expected = torch.addcmul(ref.float(), wide, before)
+        moved_outside = old != expected.to(old.dtype)
+        ref.copy_(torch.where(moved_outside, old.float() - before * wide, ref.float()))
+        wide = torch.addcmul(new.float() - old.float(), wide, kept)
+        if needs_reference(delta.dtype):
+            wide = dithered(wide, place=place, step=scales[5])
+        delta.copy_(wide)
+        x.copy_(torch.addcmul(ref.float(), wide, after))
 
 
-def _delta(param_state: ParamState) -> Tensor:
-    assert param_state.delta is not None
-    return param_state.delta
+def _all_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """The same tensors: none is missing where weights are moved."""
+    return [t for t in tensors if t is not None]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-
-from mechanic_plugins.core.param_state import ParamState
 
 __all__ = ["SMALL", "local_sums", "parts", "reals", "row_of", "waits_for_host"]
 
@@ -25,38 +24,50 @@ _MANY = 1 << 18
 _DOTS = 5
 """Inner products of a tensor's weights, gradient and delta."""
 
+_Row: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
+"""A parameter's weights, gradient and delta."""
+_WholeRow: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-def local_sums(param_states: Sequence[ParamState], *, device: torch.device, with_dx: bool) -> Tensor:
-    """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over param_states of one device and dtype, in float64 on `device`.
+
+def local_sums(
+    xs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    deltas: Sequence[Tensor | None],
+    *,
+    device: torch.device,
+    with_dx: bool,
+) -> Tensor:
+    """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over tensors of one device, in float64 on `device`.
 
     Without <d, x> there is 0 in its place.
 
     Squares of finite float32 numbers overflow from 1.8e19 on. A CPU then sums once more in float64; to find out on a
     GPU would mean waiting for it.
     """
-    sums = _sums(param_states, device=device, with_dx=with_dx)
+    rows = list(zip(xs, grads, deltas, strict=True))
+    sums = _sums(rows, device=device, with_dx=with_dx)
     if sums.device.type == "cpu" and not all(map(math.isfinite, sums.tolist())):
-        return _sums(param_states, device=device, with_dx=with_dx, at_least=torch.float64)
+        return _sums(rows, device=device, with_dx=with_dx, at_least=torch.float64)
     return sums
 
 
 def _sums(
-    param_states: Sequence[ParamState], *, device: torch.device, with_dx: bool, at_least: torch.dtype = torch.float32
+    rows: Sequence[_Row], *, device: torch.device, with_dx: bool, at_least: torch.dtype = torch.float32
 ) -> Tensor:
     dots: list[Tensor] = []
-    if waits_for_host(param_states[0].x.device):
-        short, middling, param_states = _by_length(param_states)
+    if waits_for_host(rows[0][0].device):
+        short, middling, others = _by_length(rows)
         _add_dots_together(middling, dots, at_least, with_dx=with_dx)
-        param_states = [*param_states, *_in_rows(short)]
-    for param_state in param_states:
-        _add_dots(param_state, dots, at_least, with_dx=with_dx)
+        rows = [*others, *_joined(short)]
+    for row in rows:
+        _add_dots(row, dots, at_least, with_dx=with_dx)
     return torch.stack(dots).to(device, non_blocking=True).view(-1, _DOTS).sum(0, dtype=torch.float64)
 
 
-def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype, *, with_dx: bool) -> None:
+def _add_dots(row: _Row, dots: list[Tensor], at_least: torch.dtype, *, with_dx: bool) -> None:
     """The five of each chunk, in turn."""
-    x = _real(param_state.x).reshape(-1)
-    g, d = (None if t is None else _real(t).reshape(-1) for t in (param_state.grad, param_state.delta))
+    x, g, d = (None if t is None else _real(t).reshape(-1) for t in row)
+    assert x is not None
     wide = torch.promote_types(x.dtype, at_least)
     chunk = _CHUNK.get(x.device.type, _ROW)
     zero = x.new_zeros((), dtype=wide) if g is None or d is None or not with_dx else x
@@ -72,37 +83,32 @@ def _add_dots(param_state: ParamState, dots: list[Tensor], at_least: torch.dtype
         dots.append(zero if e is None else torch.dot(e, e))
 
 
-def _by_length(param_states: Sequence[ParamState]) -> tuple[list[ParamState], list[ParamState], list[ParamState]]:
+def _by_length(rows: Sequence[_Row]) -> tuple[list[_WholeRow], list[_WholeRow], list[_Row]]:
     """Short ones, middling ones, and those that are long or lack something."""
-    short, middling, others = list[ParamState](), list[ParamState](), list[ParamState]()
-    for state in param_states:
-        numel = state.x.numel()
-        if state.grad is None or state.delta is None or numel > SMALL:
-            others.append(state)
+    short, middling, others = list[_WholeRow](), list[_WholeRow](), list[_Row]()
+    for x, grad, delta in rows:
+        numel = x.numel()
+        if grad is None or delta is None or numel > SMALL:
+            others.append((x, grad, delta))
         else:
-            (short if numel < _MANY else middling).append(state)
+            (short if numel < _MANY else middling).append((x, grad, delta))
     return short, middling, others
 
 
-def _in_rows(short: Sequence[ParamState]) -> Iterator[ParamState]:
-    """Copies of weights, gradients and deltas in a few long rows."""
-    for here in parts([state.x.numel() for state in short]):
-        x, grad, delta = map(_row, zip(*(state[:3] for state in short[here]), strict=True))
-        yield ParamState(x, grad, delta, None)
-
-
-def _row(tensors: Sequence[Tensor]) -> Tensor:
-    row: Tensor = _flatten_dense_tensors(reals(tensors))  # type: ignore[no-untyped-call]
-    return row
+def _joined(short: Sequence[_WholeRow]) -> Iterator[_Row]:
+    """Copies of weights, gradients and deltas in a few long rows of memory."""
+    for here in parts([row[0].numel() for row in short]):
+        x, grad, delta = (_flatten_dense_tensors(reals(each)) for each in zip(*short[here], strict=True))  # type: ignore[no-untyped-call]
+        yield x, grad, delta
 
 
 def _add_dots_together(
-    middling: Sequence[ParamState], dots: list[Tensor], at_least: torch.dtype, *, with_dx: bool
+    middling: Sequence[_WholeRow], dots: list[Tensor], at_least: torch.dtype, *, with_dx: bool
 ) -> None:
     """The five of each: nothing is copied, and the norms of all are one operation."""
     if not middling:
         return
-    xs, grads, deltas = map(reals, zip(*(state[:3] for state in middling), strict=True))
+    xs, grads, deltas = map(reals, zip(*middling, strict=True))
     wide = torch.promote_types(xs[0].dtype, at_least)
     zero = xs[0].new_zeros((), dtype=wide)
     squares = [torch._foreach_norm(tensors, dtype=wide) for tensors in (grads, xs, deltas)]
