@@ -6,6 +6,8 @@ INSTALLED := $(VENV)/.installed
 # The tensors here are small, and some tests run two ranks: more threads than this only fight for the cores.
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
+# Each process that a test starts would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 # tests/conftest.py says which tests stay together and which go first.
 WORKERS ?= 2
