@@ -29,19 +29,19 @@ TINY += ["--warmup", "5"]
 LONG = [*TINY, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "5"]
 
 
-def torchrun(out: Path, *options: str, script: Path = SCRIPT, agents: int = 1) -> list[str]:
+def started(out: Path, *words: str, agents: int = 1) -> list[str]:
     """What each agent and its workers have printed, after all ended well."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), *LONG, "--out", str(out)]
+    command = [sys.executable, *words, *LONG, "--out", str(out)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    started = [subprocess.Popen(command, env=env, **pipes) for _ in range(agents)]
+    running = [subprocess.Popen(command, env=env, **pipes) for _ in range(agents)]
     try:
-        outputs = [agent.communicate(timeout=240)[0] for agent in started]
+        outputs = [agent.communicate(timeout=240)[0] for agent in running]
     finally:
-        for agent in started:
+        for agent in running:
             agent.terminate()  # it takes its workers along
             agent.wait()
-    assert [agent.returncode for agent in started] == [0] * agents, "\n".join(outputs)
+    assert [agent.returncode for agent in running] == [0] * agents, "\n".join(outputs)
     return outputs
 
 
@@ -87,7 +87,7 @@ def test_two_machines_train_as_one(undisturbed: Path, tmp_path: Path) -> None:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     options += ["--rdzv-id=two-machines", "--local-addr=127.0.0.1"]
-    outputs = torchrun(tmp_path, *options, agents=2)
+    outputs = started(tmp_path, "-m", "torch.distributed.run", *options, str(SCRIPT), agents=2)
     silent, shown = sorted([line for line in o.splitlines() if line.startswith("step ")] for o in outputs)
     assert not silent  # one process each, one of them rank 0
     assert len(shown) == len(log(tmp_path))
@@ -97,8 +97,7 @@ def test_two_machines_train_as_one(undisturbed: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_undisturbed(undisturbed: Path, tmp_path: Path) -> None:
-    failing = HERE / "train_on_a_failing_machine.py"
-    (output,) = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", "--max-restarts=2", script=failing)
+    (output,) = started(tmp_path, str(HERE / "train_on_a_failing_machine.py"))
     assert "start 0 finds []" in output
     assert "start 1 finds ['step-00000020']" in output
     assert "start 2 finds ['partial-00000040', 'step-00000020']" in output

@@ -1,4 +1,7 @@
-"""examples/train_fsdp2.py, where rank 1 is killed twice: in the middle of a step, and after a restart of a save."""
+"""examples/train_fsdp2.py, where rank 1 is killed twice: in the middle of a step, and after a restart of a save.
+
+The agent that starts the ranks again is torchrun's. It forks them: six new interpreters would take most of the time.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401  what a rank's first step imports
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train_fsdp2
@@ -32,7 +37,7 @@ def dies(function: Callable[..., Any], *, in_call: int) -> Callable[..., Any]:
     return called
 
 
-if __name__ == "__main__":
+def rank() -> None:
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if restarts == 0:
         train_fsdp2.train_step = dies(train_fsdp2.train_step, in_call=KILLED_STEP)
@@ -42,3 +47,18 @@ if __name__ == "__main__":
         folder = train_fsdp2.parse(None).out / "checkpoints"
         print(f"start {restarts} finds {sorted(path.name for path in folder.glob('*'))}", flush=True)  # noqa: T201
     train_fsdp2.main()
+
+
+if __name__ == "__main__":
+    elastic_launch(
+        LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=2,
+            max_restarts=2,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            start_method="fork",
+        ),
+        rank,
+    )()
