@@ -134,6 +134,7 @@ def test_the_trainer_stops_on_all_ranks_with_whole_checkpoints(run: Runner, tmp_
 
 
 LIGHTNING = """
+import lean; lean.hide("matplotlib", "scipy", "transformers")
 import sys, torch, lightning.pytorch as pl
 
 class Model(pl.LightningModule):
@@ -178,9 +179,9 @@ def test_lightning_stops_on_all_ranks_with_whole_checkpoints(run: Runner, tmp_pa
 
 
 @pytest.mark.slow
-def test_lightning_logs_what_a_replaced_optimizer_learns(run: Runner, tmp_path: Path) -> None:
+def test_lightning_logs_what_a_replaced_optimizer_learns(run_warm: Runner, tmp_path: Path) -> None:
     (tmp_path / "light.py").write_text(LIGHTNING)
-    done = run("--replace", "torch.optim.AdamW", "light.py", "1", "auto")
+    done = run_warm("--replace", "torch.optim.AdamW", "light.py", "1", "auto")
     assert done.returncode == 0, done.stderr
     assert "ended ['mechanic/effective_lr', 'mechanic/scale']" in done.stdout
     header = next((tmp_path / "logs").rglob("metrics.csv")).read_text().splitlines()[0]

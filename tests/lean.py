@@ -1,0 +1,19 @@
+"""For programs that tests start: frameworks import much because it is there, which takes longer than to train."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+
+def hide(*packages: str) -> None:
+    """As if they were not installed. Before the frameworks are imported."""
+    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
+    version = importlib.metadata.version
+
+    def version_of_others(name: str) -> str:
+        if name in packages:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    importlib.metadata.version = version_of_others
