@@ -144,7 +144,7 @@ def _tuned(
     """The tuner after a step that is applied, and what delta is multiplied by."""
     if hold:
         return noted(state, lr), torch.ones_like(lr)
-    if not settings.own_warmup:
+    if not settings.own_warmup or (lr.device.type == "cpu" and not (lr > state.lr).any()):  # nothing to rescale
         state = noted(state, lr)
         new = advance(state, sums, settings=settings, betas=betas, lr=lr)
         return new, delta_factor(state, new, settings)
@@ -239,8 +239,10 @@ def delta_factor(before: TunerState, after: TunerState, settings: Settings) -> T
 
 
 def _hypergradient(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
-    direction = torch.where(sums.xx > 0, sums.dx / sums.xx.sqrt(), 0.0)
-    h = sums.dg + settings.s_decay * state.played * sums.gg.sqrt() * direction
+    h = sums.dg
+    if settings.s_decay != 0:
+        direction = torch.where(sums.xx > 0, sums.dx / sums.xx.sqrt(), 0.0)
+        h = h + settings.s_decay * state.played * sums.gg.sqrt() * direction
     return h + sums.dp if settings.rule == "optimistic" else h
 
 

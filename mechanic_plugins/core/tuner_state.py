@@ -51,7 +51,7 @@ class Sums(NamedTuple):
     @classmethod
     def of(cls, table: Tensor) -> Sums:
         """From a (tuners, 6) tensor."""
-        return cls(*(column.unsqueeze(-1) for column in table.unbind(-1)))
+        return cls(*table.unsqueeze(-1).unbind(-2))
 
     @classmethod
     def of_vector(cls, vector: Tensor) -> Sums:
