@@ -28,5 +28,21 @@ def _patch_language_once() -> None:
     interpreter._patch_lang = patch
 
 
+def _remember_dtypes() -> None:
+    """Triton makes the table of them for every operation."""
+    from triton.runtime import interpreter
+
+    original, known = interpreter._get_np_dtype, {}
+
+    def np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = original(dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = np_dtype
+
+
 if IS_INTERPRETED:
     _patch_language_once()
+    _remember_dtypes()
