@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -30,6 +31,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long goes first: at the end there should be small files left to even out the workers."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (not _pool(item), _place(item), item.path not in slow_files))
+
+
+def pytest_collection() -> None:
+    """All that is imported stays."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """The Trainer collects garbage in every run, and would look through all of it each time."""
+    gc.enable()
+    gc.freeze()
 
 
 def _place(item: pytest.Item) -> int:

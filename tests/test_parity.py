@@ -92,9 +92,10 @@ class Package:
         for p, grad in zip(self.x, grads, strict=True):
             p.grad = grad
         self.base.step()
+        self.tuner = self.base.tuner
 
     def vectors(self, name: str) -> NDArray[np.float64]:
-        vectors: NDArray[np.float64] = getattr(self.base.tuner, name).detach().numpy().copy()
+        vectors: NDArray[np.float64] = getattr(self.tuner, name).detach().numpy().copy()
         return vectors
 
 

@@ -120,9 +120,11 @@ def test_an_interrupted_run_still_names_what_it_has_learned(caplog: pytest.LogCa
 
 @pytest.mark.slow
 def test_the_line_reaches_the_console_by_default() -> None:
+    here = Path(__file__).parent
     program = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(here), str(here.parent)]!r}
+import lean; lean.hide("matplotlib", "scipy", "transformers")
 import lightning.pytorch as pl
 from lightning_helpers import loader, module, trainer
 from mechanic_plugins.lightning import Mechanic

@@ -312,11 +312,11 @@ print("ended")
 
 
 @pytest.mark.slow
-def test_deepspeeds_engines(run: Runner, tmp_path: Path, compiled: None) -> None:
+def test_deepspeeds_engines(run_warm: Runner, tmp_path: Path, compiled: None) -> None:
     """Stage 3, whose engine steps part by part; the launcher has stage 2."""
     (tmp_path / "train.py").write_text(DEEPSPEED)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **build_ops.environment()}
-    assert_probed(run("--probe", "30", "train.py", "3", **alone))
+    assert_probed(run_warm("--probe", "30", "train.py", "3", **alone))
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def test_a_foreign_finder_of_the_same_name_is_not_taken_for_ours(monkeypatch: py
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
-def test_deepspeeds_configs_know_the_names(folder: Path, compiled: None) -> None:
+def test_deepspeeds_configs_know_the_names(folder: Path, warm: Warm, compiled: None) -> None:
     program = """
 import deepspeed, torch
 model = torch.nn.Linear(4, 1)
@@ -176,9 +176,9 @@ engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters
 print("built", type(engine.optimizer).__name__)
 """
     (folder / "zero.py").write_text(program)
-    code, out, err = ended(start(folder, *RUN, "zero.py", **build_ops.environment(), **ALONE))
-    assert "built MechanicAdamW" in out, err
-    assert code == 0, err
+    done = warm(("zero.py",), folder, {**environment(folder), **build_ops.environment(), **ALONE})
+    assert "built MechanicAdamW" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 # -------------------------------------------------------------------- a script that does not listen
