@@ -29,7 +29,10 @@ def shown(score: float | None, *, is_error: bool) -> str:
 
 
 def family_table(results: Results, key: str | None = None) -> str:
-    """One row for each family and base: by the problems' own measure, or by `key`. The best of those that ran them all is in bold."""
+    """One row for each family and base: by the problems' own measure, or by `key`.
+
+    The best of the methods that ran all problems is in bold.
+    """
     methods = results.methods()
     rows = []
     for group, problems in results.groups().items():
