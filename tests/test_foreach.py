@@ -63,6 +63,17 @@ def test_moves_by_the_kernel_of_sgd(options: dict[str, Any], monkeypatch: pytest
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+def test_the_kernel_of_sgd_is_for_plain_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write beside a tensor with gaps, or refuse it."""
+    monkeypatch.setattr(foreach, "has_fused_sgd", lambda x: True)
+    table, other = torch.zeros(4, 6), torch.arange(12.0).view(3, 4)
+    xs, deltas = [table[:, ::2], torch.zeros(4, 3)], [other.T, torch.ones(4, 3)]
+    foreach._add_multiple(xs, deltas, torch.tensor(2.0))
+    assert torch.equal(table[:, ::2], 2 * other.T)
+    assert not table[:, 1::2].any()
+    assert torch.equal(xs[1], torch.full((4, 3), 2.0))
+
+
 @pytest.mark.parametrize("row", [25, 10**6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("with_dx", [True, False])

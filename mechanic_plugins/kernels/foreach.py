@@ -179,8 +179,12 @@ def _move_by_difference(
 
 
 def _add_multiple(xs: list[Tensor], deltas: list[Tensor], factor: Tensor) -> None:
-    """Adds factor * delta. Only SGD's kernel takes a factor from the device's memory and makes one pass of it."""
-    if has_fused_sgd(xs[0]):
+    """Adds factor * delta. Only SGD's kernel takes a factor from the device's memory and makes one pass of it.
+
+    It walks flat memory.
+    """
+    pairs = zip(xs, deltas, strict=True)
+    if has_fused_sgd(xs[0]) and all(x.is_contiguous() and x.stride() == delta.stride() for x, delta in pairs):
         torch._fused_sgd_(
             xs, deltas, [], lr=factor, maximize=True,
             weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False, is_first_step=False,

@@ -20,7 +20,7 @@ SMALL, _ROW = 1 << 24, 1 << 26
 """Elements of a tensor that a GPU takes together with others, and of all of these at a time: one by one it would wait
 for the host."""
 _MANY = 1 << 18
-"""Elements of a tensor from which on a GPU would rather read it in place: to copy it takes longer than to be told."""
+"""Elements of a tensor from which on it is read in place: to copy it would take a GPU longer than another launch."""
 _DOTS = 5
 """Inner products of a tensor's weights, gradient and delta."""
 
