@@ -102,7 +102,7 @@ def count_launches(
 ) -> int | None:
     """Kernels and copies that a step of this rival launches; only CUDA counts them.
 
-    After all timings: once a process has been profiled, every launch takes it longer.
+    To be called after all timings: what a profiler leaves behind in the process must not be timed.
     """
     if device.type != "cuda":
         return None
