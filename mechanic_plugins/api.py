@@ -56,7 +56,8 @@ def mechanize(
         max_grad_norm: Clip the gradients in the step, as `torch.nn.utils.clip_grad_norm_` before it would: by the norm
             of all gradients of all ranks, which the step knows anyway.
         total_steps: The number of optimizer steps in the run, if it is known: in a short one (below 1,000) the scale
-            then rises sooner, in a long one (above) later. Lightning's and Hugging Face's plugins fill it in.
+            then rises sooner, in a long one (above) later [Lightning's and Hugging Face's plugins know it, and so do
+            torch's schedulers that end and are stepped once a step: cosine, linear, one-cycle, functions].
         delta_dtype: `torch.bfloat16` keeps the sum of the base's updates in 2 bytes a parameter, rounded at random so
             that it is right on average [float32; float64 for weights in it].
         group: The ranks that share the parameters, where that is not all ranks.

@@ -21,12 +21,26 @@ from mechanic_plugins.core.param_state import PREFIX
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import SCALARS, TunerState
 
-__all__ = ["FORMAT", "HEADER", "RELEASED", "Header", "Record", "fields", "holds_tuner", "parse", "parse_header"]
+__all__ = [
+    "FORMAT",
+    "HEADER",
+    "RELEASED",
+    "STEPS",
+    "TOTAL_STEPS",
+    "Header",
+    "Record",
+    "fields",
+    "holds_tuner",
+    "parse",
+    "parse_header",
+]
 
 FORMAT = 2
-HEADER = PREFIX + "tuners"
+HEADER, STEPS = PREFIX + "tuners", PREFIX + "steps"
 RELEASED = "released"
 """What `mechanic_frozen` says where there is no delta any more."""
+TOTAL_STEPS = PREFIX + "total_steps"
+"""Beside the newer fields, only where a scheduler told the length of the run."""
 
 SINCE: dict[str, int] = dict.fromkeys(("s", "r", "m", "v", "q", "w0", "s_init", "played", "h", "lr"), 1) | {
     "gradients": 2,
@@ -62,6 +76,7 @@ class Record(NamedTuple):
     skipped: int
     unit: float
     frozen: bool | str
+    total_steps: int | None
 
 
 def fields(settings: Settings) -> tuple[str, ...]:
@@ -151,12 +166,13 @@ class _Reader:
         self._check_kind()
         read = {name: self._field(name) for name in fields(self.settings)}
         numbers = {name: values for name, values in read.items() if values is not None}
-        steps, skipped = self._count("steps"), self._count("skipped")
+        steps, skipped = self._count("steps", self.group), self._count("skipped", self.group)
+        total_steps = self._count("total_steps", self.header.later) if TOTAL_STEPS in self.header.later else None
         unit = self._finite("unit", self._value("unit", self.group), at_least=0.0)
         frozen = self._value("frozen", self.group)
         if not isinstance(frozen, bool) and frozen != RELEASED:
             raise self._damaged("frozen", frozen, f"True, False or {RELEASED!r}")
-        return Record(self.header, numbers, steps, skipped, unit, frozen)
+        return Record(self.header, numbers, steps, skipped, unit, frozen, total_steps or None)
 
     def _check_kind(self) -> None:
         """Another number of betas or another rule is not damage, but cannot be continued."""
@@ -202,8 +218,8 @@ class _Reader:
             raise self._damaged(name, value, f"a number >= {at_least:g}")
         return float(value)
 
-    def _count(self, name: str) -> int:
-        value = self._value(name, self.group)
+    def _count(self, name: str, source: Mapping[str, Any]) -> int:
+        value = self._value(name, source)
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise self._damaged(name, value, "a whole number >= 0")
         return int(value)

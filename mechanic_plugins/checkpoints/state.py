@@ -20,6 +20,8 @@ from mechanic_plugins.checkpoints.format import (
     FORMAT,
     HEADER,
     RELEASED,
+    STEPS,
+    TOTAL_STEPS,
     Header,
     Record,
     fields,
@@ -55,6 +57,8 @@ class Progress:
     """Frozen for good: nothing of a parameter's shape is kept."""
     lr_refs: dict[int, float] = field(default_factory=dict)
     """Each param group's first learning rate above 0, by index: the reference of its schedule."""
+    total_steps: int | None = None
+    """The length of the run, where its scheduler told it."""
     seen: tuple[object, ...] = field(default=(), repr=False)
     """The lists that `write` put into the groups. A different object means that state was loaded since."""
 
@@ -87,12 +91,12 @@ def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settin
     about = Header(FORMAT, len(rows), portable(settings), delta_unit)
     for index, group in enumerate(groups):
         numbers = iter(rows[index if len(rows) > 1 else 0])
-        later: dict[str, Any] = {}
+        later: dict[str, Any] = {TOTAL_STEPS: progress.total_steps} if progress.total_steps is not None else {}
         for name, part in zip(names, parts, strict=True):
             values = [next(numbers) for _ in range(part.shape[1])]
             home = group if has_own_key(name) else later
             home[PREFIX + name] = values if name not in SCALARS else values[0]
-        group[PREFIX + "steps"], group[PREFIX + "skipped"] = int(next(numbers)), int(next(numbers))
+        group[STEPS], group[PREFIX + "skipped"] = int(next(numbers)), int(next(numbers))
         group[PREFIX + "unit"] = progress.unit
         group[PREFIX + "frozen"] = RELEASED if progress.released else progress.frozen
         group[HEADER] = about._replace(later=later, lr_ref=progress.lr_refs.get(index)).dump()
@@ -111,6 +115,7 @@ def read(
     progress.tuner = _tuner(records[:tuners], progress.tuner)
     progress.steps, progress.skipped = progress.steps + first.steps, progress.skipped + first.skipped
     progress.unit, progress.frozen, progress.released = first.unit, bool(first.frozen), first.frozen == RELEASED
+    progress.total_steps = first.total_steps
     if "gradients" not in first.numbers:  # format 1: the steps are the best estimate
         progress.tuner = progress.tuner._replace(gradients=torch.full_like(progress.tuner.gradients, first.steps))
     progress.lr_refs = {index: ref for index, record in enumerate(records) if (ref := record.header.lr_ref)}

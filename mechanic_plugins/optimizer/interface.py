@@ -75,8 +75,7 @@ class Wrapper(Delegate):
         check_total_steps(total_steps)
         self.base = base
         self.settings = settings.for_base(known_bases.steps_of(base))
-        self.group = group
-        self.sync_replicas = sync_replicas
+        self.group, self.sync_replicas = group, sync_replicas
         self.backend = backend
         self.max_grad_norm = max_grad_norm
         self.delta_dtype = checked_delta_dtype(delta_dtype)
@@ -158,6 +157,7 @@ class Wrapper(Delegate):
         progress, notice = checkpoint.read(self.param_groups, self.settings, tuners=self._tuners(), device=device)
         if notice is not None:
             warnings.warn(notice, stacklevel=4)
+        self.total_steps = self._total_steps or progress.total_steps
         if not progress.seen:
             self._has_history = bool(self.state)
         if notice is not None or not progress.seen:

@@ -38,18 +38,24 @@ def run_with_scheduler(rank: int, case: Case) -> dict[str, Any]:
     """A scheduler on the mechanized optimizer, built before the engine, and one that the engine builds."""
     import deepspeed
 
+    import mechanic_plugins.deepspeed as plugin
     from mechanic_plugins import mechanize
 
     start(rank)
+    plugin.install()
     network = model(case.seed)
     opt = mechanize(torch.optim.AdamW(network.parameters(), **case.base_options))
-    scheduler = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step))
+    scheduler = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: max(0.0, 1 - step / 20))
     with quiet():
         engine, _, _, built = deepspeed.initialize(
             model=network, optimizer=opt, lr_scheduler=scheduler, config=config_of(case, dist.get_world_size())
         )
     train(engine, opt, case, range(4))
-    return {"lr": opt.param_groups[0]["lr"], "optimizer_is_ours": built.optimizer is opt}
+    return {
+        "lr": opt.param_groups[0]["lr"],
+        "optimizer_is_ours": built.optimizer is opt,
+        "total_steps": opt.total_steps,
+    }
 
 
 def attach_twice(rank: int, case: Case) -> dict[str, Any]:

@@ -68,10 +68,14 @@ def test_something_that_builds_the_optimizer(engines: Engines, what: str) -> Non
     assert_same_training(case, ranks, plain_side.plain_run(case))
 
 
-def test_a_scheduler_gets_the_mechanized_optimizer(engines: Engines) -> None:
-    seen = engines(2)(on_rank.run_with_scheduler, Case(stage=2))[0]
-    assert seen["optimizer_is_ours"]
-    assert seen["lr"] == pytest.approx(1 / 5)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_scheduler_gets_the_mechanized_optimizer_and_tells_it_how_long_the_run_is(
+    engines: Engines, stage: int
+) -> None:
+    for seen in engines(2)(on_rank.run_with_scheduler, Case(stage=stage)):
+        assert seen["optimizer_is_ours"]
+        assert seen["lr"] == pytest.approx(16 / 20)
+        assert seen["total_steps"] == 20
 
 
 @pytest.mark.parametrize("stage", [1, 3])

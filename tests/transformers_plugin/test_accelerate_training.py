@@ -61,8 +61,10 @@ def prepared(setup: str) -> tuple[Accelerator, torch.nn.Module, Any, Any]:
         optimizer = accelerator.prepare(mechanize(adamw(model.parameters())))
     else:
         model, optimizer = accelerator.prepare(model, mechanize(adamw(model.parameters())))
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer.optimizer, 1.0, 0.1, total_iters=2 * STEPS)
-    return accelerator, model, optimizer, schedule
+    # Accelerate advances a scheduler once for each rank
+    length = 2 * STEPS * accelerator.num_processes
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer.optimizer, 1.0, 0.1, total_iters=length)
+    return accelerator, model, optimizer, accelerator.prepare(schedule)
 
 
 def train(setup: str, data: Any, objects: tuple[Any, ...]) -> list[float]:
@@ -85,10 +87,11 @@ def whole_run(rank: int, setup: str) -> dict[str, Any]:
     with as_if_launched(rank), SHIMS["fsdp" if setup.startswith("fsdp") else "none"]():
         objects = prepared(setup)
         scales = train(setup, batches(rank, setup), objects)
-        accelerator, model = objects[:2]
+        accelerator, model, optimizer, _ = objects
         weights = accelerator.get_state_dict(model) or {}
         return {
             "kind": accelerator.distributed_type.value,
+            "total steps": optimizer.optimizer.total_steps,
             "scales": scales,
             "weights": [w.tolist() for w in weights.values()],
         }
@@ -101,11 +104,9 @@ def resumed_run(rank: int, setup: str, folder: str) -> dict[str, Any]:
     with as_if_launched(rank), shim():
         objects = prepared(setup)
         scales = train(setup, batches(rank, setup)[:half], objects)
-        objects[0].register_for_checkpointing(objects[3])
         objects[0].save_state(folder)
     with as_if_launched(rank), shim():
         objects = prepared(setup)
-        objects[0].register_for_checkpointing(objects[3])
         objects[0].load_state(folder)
         scales += train(setup, batches(rank, setup)[half:], objects)
         weights = objects[0].get_state_dict(objects[1]) or {}
@@ -114,7 +115,7 @@ def resumed_run(rank: int, setup: str, folder: str) -> dict[str, Any]:
 
 def plain_loop(world_size: int, setup: str) -> dict[str, Any]:
     model = build(setup)
-    optimizer = mechanize(adamw(model.parameters()))
+    optimizer = mechanize(adamw(model.parameters()), total_steps=2 * STEPS)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=2 * STEPS)
     data = [batches(rank, setup) for rank in range(world_size)]
     scales = []
@@ -158,6 +159,7 @@ def test_two_ranks_are_a_plain_loop_on_both_ranks_batches_and_go_on_exactly(
     whole = ranks(RANKS)(whole_run, setup)
     expected = plain_loop(RANKS, setup)
     assert whole[0]["kind"] == ("MULTI_CPU" if setup == "ddp" else "FSDP")
+    assert whole[0]["total steps"] == whole[1]["total steps"] == 2 * STEPS, "as the scheduler has it"
     assert whole[0]["scales"] == whole[1]["scales"]
     within = 1e-6 if setup == "fsdp1" else 1e-9
     assert whole[0]["scales"] == pytest.approx(expected["scales"], rel=within)

@@ -75,12 +75,16 @@ def train(problem: Problem, method: Method, task: Task, lrs: Sequence[float], de
     """The loop; returns for each member the steps at which it was looked at, its losses and learning rates."""
     optimizers = [method.build(problem, member, lr) for member, lr in zip(task.members, lrs, strict=True)]
     factors = _factors(problem) if method.schedule else [1.0] * problem.steps
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda t: factors[min(t, len(factors) - 1)]) for o in optimizers]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group in groups:
+        group["initial_lr"] = group["lr"]
     history: list[Record] = [{"at": [], "losses": [], "effective_lrs": []} for _ in optimizers]
     _set_training(task, True, optimizers)
     backward = _backward(problem, task, device)
     every = max(1, problem.steps // POINTS)
     for step in range(problem.steps):
+        for group in groups:  # by hand: a scheduler would tell Mechanic the length of a run that is to be untold
+            group["lr"] = group["initial_lr"] * factors[step]
         losses = backward()
         if problem.clip is not None:
             for member in task.members:
@@ -92,8 +96,6 @@ def train(problem: Problem, method: Method, task: Task, lrs: Sequence[float], de
                 record["at"].append(step)
                 record["losses"].append(round(_finite(loss), 5))
                 record["effective_lrs"].append(float(f"{_peak_lr(optimizer, factors[step]):.4g}"))
-        for scheduler in schedulers:
-            scheduler.step()
     _set_training(task, False, optimizers)
     return history
 

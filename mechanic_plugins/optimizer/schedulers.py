@@ -1,0 +1,126 @@
+"""How long a run is, as the scheduler of its learning rate knows."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+)
+
+from mechanic_plugins.distributed.live_objects import live_objects
+
+__all__ = ["SchedulerWatch", "length_of"]
+
+_log = logging.getLogger(__name__)
+
+_LONGEST = 24
+"""Powers of two steps that a function of the step is followed."""
+_FALLEN = 0.5
+"""A schedule has ended where it stays below this part of its peak. One that stays higher was a warm-up."""
+_HALFWAY = 0.01
+"""A schedule that ends has more than this part of its peak halfway. One that has less fades away, and has no end."""
+
+Group = dict[str, Any]
+
+
+class SchedulerWatch:
+    """Watches the schedulers during the first two steps: by then it is seen which are used, and how far a step goes.
+
+    That is before the tuner's first bet, so nothing is lost.
+    """
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._before: list[tuple[ref[LRScheduler], int]] = []
+
+    def total_steps(self, groups: Sequence[Group], *, done: int) -> int | None:
+        """The optimizer steps of the run that begins. Asked in every step, it has an answer in the second at most.
+
+        Args:
+            groups: The optimizer's param groups.
+            done: Steps made before the first that was watched. A longer run keeps the length that it had.
+        """
+        self._asked += 1
+        if self._asked == 1 and done <= 1:
+            self._asked += done
+            self._before = [(ref(s), 0 if done else s.last_epoch) for s in _schedulers_of(groups)]
+        if self._asked != 2:
+            return None
+        found = [(scheduler(), last_epoch) for scheduler, last_epoch in self._before]
+        lengths = [_steps_left(scheduler, since) for scheduler, since in found if scheduler is not None]
+        longest = max(filter(None, lengths), default=None)
+        if longest is not None:
+            _log.info("Mechanic: the run has %d optimizer steps, by its scheduler.", longest)
+        return longest
+
+
+def _schedulers_of(groups: Sequence[Group]) -> list[LRScheduler]:
+    """They hold the optimizer, or a framework's proxy of it; the optimizer does not hold them."""
+    if not any("initial_lr" in group for group in groups):  # every scheduler puts it there
+        return []
+    found = live_objects(lambda kind: issubclass(kind, LRScheduler))
+    ours = (s for s in found if getattr(getattr(s, "optimizer", None), "param_groups", None) is groups)
+    return [s for s in ours if isinstance(getattr(s, "last_epoch", None), int)]  # ChainedScheduler's parts have one
+
+
+def _steps_left(scheduler: LRScheduler, since: int) -> int | None:
+    """In optimizer steps: Accelerate's schedulers advance once for each rank, others once for each micro-batch."""
+    advance = scheduler.last_epoch - since
+    if advance < 1 or (length := length_of(scheduler)) is None:  # stepped once an epoch, or not in use
+        return None
+    return max(round((length - since) / advance), 1)
+
+
+def length_of(scheduler: LRScheduler) -> int | None:
+    """The number of the scheduler's own steps until the learning rate has fallen for good; None if it does not say."""
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps
+    if isinstance(scheduler, CosineAnnealingLR):
+        return int(scheduler.T_max)
+    if isinstance(scheduler, PolynomialLR):
+        return scheduler.total_iters
+    if isinstance(scheduler, LinearLR):
+        return scheduler.total_iters if scheduler.end_factor < _FALLEN * scheduler.start_factor else None
+    if isinstance(scheduler, SequentialLR):
+        *_, last = getattr(scheduler, "_schedulers", [None])
+        length = None if last is None else length_of(last)
+        return None if length is None else scheduler._milestones[-1] + length
+    if isinstance(scheduler, LambdaLR):
+        return max(filter(None, map(_length_of_function, scheduler.lr_lambdas)), default=None)
+    return None
+
+
+def _length_of_function(factor: Callable[[int], Any]) -> int | None:
+    told = getattr(factor, "keywords", {}).get("num_training_steps")  # transformers' cosine rises again after it
+    if isinstance(told, int):
+        return told
+    try:
+        return _end_of(lambda step: float(factor(step)))
+    except Exception:  # a table that ends, or whatever else a function may say to steps that it never expected
+        return None
+
+
+def _end_of(factor: Callable[[int], float]) -> int | None:
+    """The step from which on a schedule is constant, if it has fallen by then."""
+    powers = [2**k for k in range(_LONGEST)]
+    last = factor(powers[-1])
+    constant = list(itertools.takewhile(lambda step: factor(step) == last, reversed(powers)))
+    if len(constant) < 3 or len(constant) == len(powers):
+        return None
+    before, end = constant[-1] // 2, constant[-1]
+    while end - before > 1:
+        middle = (before + end) // 2
+        before, end = (before, middle) if factor(middle) == last else (middle, end)
+    peak = max(factor(end * eighth // 8) for eighth in range(8))
+    return end if last < _FALLEN * peak and factor(end // 2) > _HALFWAY * peak else None
