@@ -53,25 +53,38 @@ def test_rows_lead_where_single_tensors_do(options: dict[str, Any], row: int, mo
 
 
 @pytest.mark.parametrize("options", [{}, {"s_decay": 0.1, "hindsight": 1.0}], ids=str)
-def test_moves_by_the_kernel_of_sgd(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["plain", "transposed", "gaps"])
+def test_moves_by_the_kernel_of_sgd(layout: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It walks flat memory: it would write beside a tensor with gaps, or refuse it."""
     as_on_a_gpu(monkeypatch, 10**6)
-    expected, scale = trained(torch.float64, **options)
+    used: list[int] = []
+    fused = torch._fused_sgd_
+    monkeypatch.setattr(
+        torch, "_fused_sgd_", lambda xs, *args, **kwargs: used.append(len(xs)) or fused(xs, *args, **kwargs)
+    )
+    expected, scale, _ = of_layout(layout, options)
+    assert not used
     monkeypatch.setattr(foreach, "has_fused_sgd", lambda x: True)
-    weights, scale_by_kernel = trained(torch.float64, **options)
+    weights, scale_by_kernel, between = of_layout(layout, options)
+    assert bool(used) == (layout == "plain")
     assert scale_by_kernel == pytest.approx(scale, rel=1e-12)
+    assert not between.any()
     for a, b in zip(weights, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_the_kernel_of_sgd_is_for_plain_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would write beside a tensor with gaps, or refuse it."""
-    monkeypatch.setattr(foreach, "has_fused_sgd", lambda x: True)
-    table, other = torch.zeros(4, 6), torch.arange(12.0).view(3, 4)
-    xs, deltas = [table[:, ::2], torch.zeros(4, 3)], [other.T, torch.ones(4, 3)]
-    foreach._add_multiple(xs, deltas, torch.tensor(2.0))
-    assert torch.equal(table[:, ::2], 2 * other.T)
-    assert not table[:, 1::2].any()
-    assert torch.equal(xs[1], torch.full((4, 3), 2.0))
+def of_layout(layout: str, options: dict[str, Any]) -> tuple[list[Tensor], float, Tensor]:
+    """Trained weights, the scale, and what lies in memory between the weights."""
+    memory = torch.zeros(4, 6, dtype=torch.float64)
+    first = {"plain": torch.zeros(4, 3), "transposed": torch.zeros(3, 4).T, "gaps": memory[:, ::2]}[layout].double()
+    params = [nn.Parameter(first), nn.Parameter(torch.ones(5, dtype=torch.float64))]
+    optimizer = mechanize(torch.optim.AdamW(params, lr=0.1), backend="foreach", **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(8):
+        for p in params:
+            p.grad = p.detach() - 1 + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        optimizer.step()
+    return [p.detach() for p in params], optimizer.scale.item(), memory[:, 1::2]
 
 
 @pytest.mark.parametrize("row", [25, 10**6])

@@ -39,6 +39,11 @@ class ForeachBatch:
         self._device, self._dtype = param_states[0].x.device, param_states[0].x.dtype
         self._places = [0, *accumulate(-(-state.x.numel() // ALIGNED) * ALIGNED for state in param_states)]
         self._layouts = [(param_state.x.shape, param_state.x.stride()) for param_state in param_states]
+        self._rows = [delta.view(-1) if delta is not None and delta.is_contiguous() else delta for delta in self.deltas]
+        self._is_flat = [
+            state.x.is_contiguous() and delta is not None and delta.is_contiguous()
+            for state, delta in zip(param_states, self.deltas, strict=True)
+        ]
         self.gradients = 0
         """How many there are in this step."""
 
@@ -69,17 +74,19 @@ class ForeachBatch:
 
         Without `with_dx` <d, x> is left out, unless the penalty needs it.
         """
-        sums = local_sums(xs, grads, self.deltas, device=out.device, with_dx=with_dx or penalty != 0)
+        sums = local_sums(xs, grads, self._rows, device=out.device, with_dx=with_dx or penalty != 0)
         if maximize:
             sums[0].neg_()
-        sums_of(out, tuner_index).add_(torch.cat([sums, penalty * sums[3:4]]), alpha=weight)
+        if penalty:
+            sums = torch.cat([sums, penalty * sums[3:4]])
+        sums_of(out, tuner_index)[: len(sums)].add_(sums, alpha=weight)
         gradient_count(out).add_(sum(grad is not None for grad in grads))
 
     def snapshot(self, part: IndexRange, xs: Sequence[Tensor]) -> list[Tensor]:
         """Copies of a part's weights."""
         if self._dtype.is_complex or not waits_for_host(self._device):
             return [x.clone() for x in xs]
-        if all(x.is_contiguous() for x in xs):
+        if all(self._is_flat[part.first : part.last]):
             return row_of(xs)[1]
         return list(torch._foreach_mul(list(xs), 1))  # exact, and keeps their order in memory
 
@@ -97,7 +104,8 @@ class ForeachBatch:
     def move(self, part: IndexRange, xs: Sequence[Tensor], snapshot: Sequence[Tensor], scales: Tensor) -> None:
         """From the base's weights to Mechanic's."""
         here = slice(part.first, part.last)
-        move(xs, _all_of(self.deltas[here]), self.refs[here], snapshot, scales, places=self._places[here])
+        deltas, places, is_flat = _all_of(self.deltas[here]), self._places[here], self._is_flat[here]
+        move(xs, deltas, self.refs[here], snapshot, scales, places=places, is_flat=is_flat)
 
     def move_to(
         self, part: IndexRange, xs: Sequence[Tensor], stepped: Sequence[Tensor], row: Tensor | None, scales: Tensor
@@ -119,11 +127,13 @@ def move(
     scales: Tensor,
     *,
     places: Sequence[int],
+    is_flat: Sequence[bool],
 ) -> None:
     """From the base's weights to Mechanic's: delta = kept * delta + u, and x = x_ref + after * delta.
 
     u = x - old is what the base did. `olds` is read only, so that a caller can go back to it if anything raises.
-    All share one device and dtype. `places` is for a delta in bfloat16: see `dithered`.
+    All share one device and dtype. `places` is for a delta in bfloat16: see `dithered`. `is_flat` says which
+    weights and deltas are contiguous.
     """
     if needs_reference(xs[0].dtype):
         _move_rounded(xs, deltas, _all_of(refs), olds, xs, scales, places=places)
@@ -131,11 +141,11 @@ def move(
     before, after, _, kept, _, step = scales.unbind()
     before = before / torch.where(kept > 0, kept, 1.0)  # where nothing is kept, nothing was played
     if not needs_reference(deltas[0].dtype):
-        _move_by_difference(xs, deltas, olds, before=before, after=after, kept=kept)
+        _move_by_difference(xs, deltas, olds, before=before, after=after, kept=kept, is_flat=is_flat)
         return
-    for x, delta, old, place in zip(xs, deltas, olds, places, strict=True):
+    for x, delta, old, place, flat in zip(xs, deltas, olds, places, is_flat, strict=True):
         wide = delta.to(x.dtype)
-        _move_by_difference([x], [wide], [old], before=before, after=after, kept=kept)
+        _move_by_difference([x], [wide], [old], before=before, after=after, kept=kept, is_flat=[flat])
         delta.copy_(dithered(wide, place=place, step=step))
 
 
@@ -147,6 +157,7 @@ def _move_by_difference(
     before: Tensor,
     after: Tensor,
     kept: Tensor,
+    is_flat: Sequence[bool],
 ) -> None:
     """Here `before` is the scale for the new delta that the weights were made at."""
     xs, deltas, olds = map(reals, (xs, deltas, olds))
@@ -174,17 +185,16 @@ def _move_by_difference(
     torch._foreach_mul_(deltas, kept)
     torch._foreach_add_(deltas, xs)
     torch._foreach_mul_(xs, before)
-    _add_multiple(xs, deltas, step)
+    _add_multiple(xs, deltas, step, is_flat=all(itertools.compress(is_flat, is_small)))
     torch._foreach_add_(xs, olds)
 
 
-def _add_multiple(xs: list[Tensor], deltas: list[Tensor], factor: Tensor) -> None:
+def _add_multiple(xs: list[Tensor], deltas: list[Tensor], factor: Tensor, *, is_flat: bool) -> None:
     """Adds factor * delta. Only SGD's kernel takes a factor from the device's memory and makes one pass of it.
 
     It walks flat memory.
     """
-    pairs = zip(xs, deltas, strict=True)
-    if has_fused_sgd(xs[0]) and all(x.is_contiguous() and x.stride() == delta.stride() for x, delta in pairs):
+    if is_flat and has_fused_sgd(xs[0]):
         torch._fused_sgd_(
             xs, deltas, [], lr=factor, maximize=True,
             weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False, is_first_step=False,

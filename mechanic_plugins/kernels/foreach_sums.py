@@ -54,14 +54,18 @@ def local_sums(
 def _sums(
     rows: Sequence[_Row], *, device: torch.device, with_dx: bool, at_least: torch.dtype = torch.float32
 ) -> Tensor:
-    dots: list[Tensor] = []
+    found: list[Tensor] = []
     if waits_for_host(rows[0][0].device):
         short, middling, others = _by_length(rows)
-        _add_dots_together(middling, dots, at_least, with_dx=with_dx)
+        found += [_dots_together(middling, at_least, with_dx=with_dx)] if middling else []
         rows = [*others, *_joined(short)]
+    dots: list[Tensor] = []
     for row in rows:
         _add_dots(row, dots, at_least, with_dx=with_dx)
-    return torch.stack(dots).to(device, non_blocking=True).view(-1, _DOTS).sum(0, dtype=torch.float64)
+    if dots:
+        found.append(torch.stack(dots).to(device, non_blocking=True).view(-1, _DOTS).sum(0, dtype=torch.float64))
+    first, *rest = (part.to(device, non_blocking=True) for part in found)
+    return first + rest[0] if rest else first
 
 
 def _add_dots(row: _Row, dots: list[Tensor], at_least: torch.dtype, *, with_dx: bool) -> None:
@@ -102,25 +106,24 @@ def _joined(short: Sequence[_WholeRow]) -> Iterator[_Row]:
         yield x, grad, delta
 
 
-def _add_dots_together(
-    middling: Sequence[_WholeRow], dots: list[Tensor], at_least: torch.dtype, *, with_dx: bool
-) -> None:
-    """The five of each: nothing is copied, and the norms of all are one operation."""
-    if not middling:
-        return
+def _dots_together(middling: Sequence[_WholeRow], at_least: torch.dtype, *, with_dx: bool) -> Tensor:
+    """The five over all of them: nothing is copied, and the norms of all are one operation."""
     xs, grads, deltas = map(reals, zip(*middling, strict=True))
     wide = torch.promote_types(xs[0].dtype, at_least)
-    zero = xs[0].new_zeros((), dtype=wide)
-    squares = [torch._foreach_norm(tensors, dtype=wide) for tensors in (grads, xs, deltas)]
-    for norms in squares:
-        torch._foreach_mul_(norms, norms)
-    for x, grad, delta, gg, xx, dd in zip(xs, grads, deltas, *squares, strict=True):
-        d = _flat(delta, wide)
-        dots += [torch.dot(d, _flat(grad, wide)), gg, xx, torch.dot(d, _flat(x, wide)) if with_dx else zero, dd]
+    norms = [norm for tensors in (grads, xs, deltas) for norm in torch._foreach_norm(tensors, dtype=wide)]
+    gg, xx, dd = torch.stack(norms).square().view(3, -1).sum(1, dtype=torch.float64)
+    dg = _sum_of_dots(deltas, grads, wide)
+    dx = _sum_of_dots(deltas, xs, wide) if with_dx else torch.zeros_like(gg)
+    return torch.stack([dg, gg, xx, dx, dd])
+
+
+def _sum_of_dots(some: Sequence[Tensor], others: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    dots = [torch.dot(_flat(a, dtype), _flat(b, dtype)) for a, b in zip(some, others, strict=True)]
+    return torch.stack(dots).sum(dtype=torch.float64)
 
 
 def _flat(t: Tensor, dtype: torch.dtype) -> Tensor:
-    row = t.reshape(-1)
+    row = t.view(-1) if t.is_contiguous() else t.reshape(-1)  # the former is faster
     return row if t.dtype == dtype else row.to(dtype)
 
 
