@@ -65,7 +65,8 @@ def final_losses(build: Callable[[Any], torch.optim.Optimizer], *runs: Run, step
     """
     x, y = noisy_regression()
     models = [network(run) for run in runs]
-    optimizer = mechanize(build([{"params": [model]} for model in models]), scope="group")
+    # the settings of a length that is not known; the scheduler would tell it
+    optimizer = mechanize(build([{"params": [model]} for model in models]), scope="group", total_steps=1000)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
