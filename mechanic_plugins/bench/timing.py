@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ __all__ = ["Result", "copy_speed", "count_launches", "measure"]
 
 ALONE = "base alone"
 MAX_NORM = 1.0
+_PLACES = 6
+"""Where a gradient may be; a GPT was seen to use as many, with `zero_grad()` before the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,10 @@ def _compare(runs: dict[str, _Run], *, repeats: int, queued: int) -> Iterator[Re
 
 
 class _Run:
-    """Parameters with gradients, and their optimizer."""
+    """Parameters with gradients, and their optimizer.
+
+    Every step finds its gradients elsewhere, as after a `zero_grad()`: parameters of one shape hand them around.
+    """
 
     def __init__(
         self,
@@ -165,11 +171,16 @@ class _Run:
         self.params = [
             nn.Parameter(0.02 * torch.randn(shape, device=device, generator=generator).to(dtype)) for shape in shapes
         ]
-        for p in self.params:
-            p.grad = 1e-3 * torch.randn(p.shape, device=device, generator=generator).to(dtype)
+        grads = [1e-3 * torch.randn(p.shape, device=device, generator=generator).to(dtype) for p in self.params]
+        self.rounds = itertools.cycle([_handed_on(grads, count) for count in range(_PLACES)])
+        self.move_gradients()
         self.optimizer: Optimizer = factory(self.params)
         self.clips = clip and not isinstance(self.optimizer, MechanicOptimizer)
         self.count = sum(p.numel() for p in self.params)
+
+    def move_gradients(self) -> None:
+        for p, grad in zip(self.params, next(self.rounds), strict=True):
+            p.grad = grad
 
     def step(self) -> None:
         if self.clips:
@@ -178,6 +189,7 @@ class _Run:
 
     def warm_up(self) -> None:
         for _ in range(3):
+            self.move_gradients()
             self.step()
         self._wait()
 
@@ -186,12 +198,14 @@ class _Run:
         self._wait()
         start = time.perf_counter()
         for _ in range(queued):
+            self.move_gradients()
             self.step()
         self._wait()
         return (time.perf_counter() - start) / queued
 
     def queueing(self) -> float:
         """Seconds until a step returns, with nothing queued before it."""
+        self.move_gradients()
         self._wait()
         start = time.perf_counter()
         self.step()
@@ -214,6 +228,18 @@ class _Run:
 
     def _wait(self) -> None:
         _wait(self.device)
+
+
+def _handed_on(grads: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Each parameter gets the gradient of the one that comes so many places after it among those of its shape."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, grad in enumerate(grads):
+        alike.setdefault(tuple(grad.shape), []).append(index)
+    found = list(grads)
+    for indices in alike.values():
+        for place, index in enumerate(indices):
+            found[index] = grads[indices[(place + count) % len(indices)]]
+    return found
 
 
 def _wait(device: torch.device) -> None:

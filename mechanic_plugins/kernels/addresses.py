@@ -6,16 +6,16 @@ tensor. The table on the device is written only when one of them has moved.
 
 from __future__ import annotations
 
-import functools
 import operator
+from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import IndexRange, ParamState
-from mechanic_plugins.kernels.table import COLUMNS, POINTERS, Table
+from mechanic_plugins.kernels.table import POINTERS, Table
 from mechanic_plugins.kernels.triton_support import kind_of, lies_like
 
 __all__ = ["Addresses", "BaseState"]
@@ -49,11 +49,11 @@ class Addresses:
         self._strides = [param_state.x.stride() for param_state in param_states]
         self._numels = [param_state.x.numel() for param_state in param_states]
         self._table = table
-        self._rows: list[int] = []
+        rows = []
         for param_state, place, extra in zip(param_states, places, extras or [BaseState()] * len(places), strict=False):
             pointers = (0 if t is None else t.data_ptr() for t in (param_state.delta, param_state.ref, *extra))
-            self._rows += (0, 0, *pointers, place, param_state.x.numel())
-        self._bits = _ored(self._rows)
+            rows.append((0, 0, *pointers, place, param_state.x.numel()))
+        self._rows = torch.tensor(rows)
         self._here: tuple[list[int], list[int]] = ([], [])
         """Those of weights and gradients, as the table has them."""
         self._are_as_before: Callable[..., bool] | None = None
@@ -71,13 +71,14 @@ class Addresses:
         Weights that are where they were are as they were, if their gradients are: autograd gives these the shape, dtype
         and strides of the weights.
         """
-        of_xs = list(map(Tensor.data_ptr, xs))
-        have_stayed = of_xs == self._here[0] and self._are_as_before is not None and self._are_as_before(*grads)
+        of_xs = _places(xs)
+        xs_moved = of_xs != self._here[0]
+        have_stayed = not xs_moved and self._are_as_before is not None and self._are_as_before(*grads)
         if not (have_stayed or self._looked_closely(xs, grads)):
             return False
-        of_grads = [0 if grad is None else grad.data_ptr() for grad in grads]
-        if (of_xs, of_grads) != self._here or not self._table.is_up_to_date():
-            self._write(of_xs, of_grads)
+        of_grads = _places(grads) if self.gradients == len(grads) else [0 if g is None else g.data_ptr() for g in grads]
+        if xs_moved or of_grads != self._here[1] or not self._table.is_up_to_date():
+            self._write(of_xs, of_grads, xs_moved=xs_moved)
         self.version = self.version_of(xs)
         return True
 
@@ -107,22 +108,22 @@ class Addresses:
             return True
         return all(grad is None or lies_like(grad, x) for grad, x in zip(grads, xs, strict=True))
 
-    def _write(self, of_xs: list[int], of_grads: list[int]) -> None:
-        self._moves += of_xs != self._here[0]
+    def _write(self, of_xs: list[int], of_grads: list[int], *, xs_moved: bool) -> None:
+        """Gradients move in nearly every step of most loops, so this too is for whole lists at a time."""
+        if xs_moved:
+            self._moves += 1
+            self._rows[:, 0] = _column(of_xs)
+        self._rows[:, 1] = _column(of_grads)
         self._here = of_xs, of_grads
-        rows = list(self._rows)
-        rows[::COLUMNS], rows[1::COLUMNS] = of_xs, of_grads
-        bits = functools.reduce(operator.or_, of_grads, functools.reduce(operator.or_, of_xs, self._bits))
-        self.are_aligned = self._are_even and bits % 16 == 0
-        self._rows = rows
-        self._table.point_to(rows)
+        self.are_aligned = self._are_even and not (self._rows[:, :POINTERS] & 15).any()
+        self._table.point_to(self._rows)
 
     def follow(self, part: IndexRange, xs: Sequence[Tensor]) -> None:
         """Some weights may be elsewhere in the middle of a step."""
         of_xs = list(self._here[0])
-        of_xs[part.first : part.last] = map(Tensor.data_ptr, xs)
+        of_xs[part.first : part.last] = _places(xs)
         if of_xs != self._here[0]:
-            self._write(of_xs, self._here[1])
+            self._write(of_xs, self._here[1], xs_moved=True)
 
     def version_of(self, xs: Sequence[Tensor]) -> tuple[int, int]:
         """Each tensor's own only ever grows, so that their sum tells whether any has."""
@@ -149,9 +150,10 @@ def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return guards.check
 
 
-def _ored(rows: Sequence[int]) -> int:
-    """All pointers to vectors in one number: what its last bits say holds for each."""
-    bits = 0
-    for column in range(POINTERS):
-        bits |= functools.reduce(operator.or_, rows[column::COLUMNS], 0)
-    return bits
+def _places(tensors: Any) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _column(numbers: list[int]) -> Tensor:
+    """Faster than torch.tensor."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)

@@ -12,11 +12,10 @@ from torch import Tensor
 from mechanic_plugins.core.param_state import IndexRange
 from mechanic_plugins.kernels.cuda import is_capturing
 
-__all__ = ["COLUMNS", "POINTERS", "Table", "Tiles"]
+__all__ = ["POINTERS", "Table", "Tiles"]
 
-COLUMNS = 9
 POINTERS = 6
-"""How many of the columns point to vectors."""
+"""How many of the columns point to vectors: the first ones."""
 _KEPT_CONSTANTS = 32
 
 
@@ -44,7 +43,8 @@ class Table:
 
     device: torch.device
     numels: tuple[int, ...]
-    rows: list[int] = field(default_factory=list)
+    rows: Tensor | None = None
+    """What `pointers` holds, on the host."""
     pointers: Tensor | None = None
     tiles: dict[int, Tiles] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
@@ -74,15 +74,15 @@ class Table:
         """Whether the launches of this moment may read `pointers`, if no address has changed."""
         return self.is_captured == is_capturing(self.device)
 
-    def point_to(self, rows: list[int]) -> None:
-        """Has `pointers` hold these rows."""
-        if rows == self.rows and self.is_up_to_date():
+    def point_to(self, rows: Tensor) -> None:
+        """Has `pointers` hold these rows, which the caller may change afterwards."""
+        if self.rows is not None and self.is_up_to_date() and torch.equal(rows, self.rows):
             return
-        host, self.rows = torch.tensor(rows, dtype=torch.int64), rows
+        self.rows = rows.clone()
         if self.pointers is None or self.is_captured or is_capturing(self.device):
-            self.pointers, self.is_captured = self._on_device(host), is_capturing(self.device)
+            self.pointers, self.is_captured = self._on_device(self.rows), is_capturing(self.device)
         else:
-            self.pointers.copy_(self._pinned(host), non_blocking=True)
+            self.pointers.copy_(self._pinned(self.rows), non_blocking=True)
 
     def _on_device(self, host: Tensor) -> Tensor:
         return self._pinned(host).to(self.device, non_blocking=True)
