@@ -142,7 +142,7 @@ def _gpt_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     build = functools.partial(_language, folder, "enwik8_10mb", shape, batch)
     rows: list[tuple[Base, int, tuple[float, ...], float]] = [
         ("adamw", 1500, half_decades(3e-4, 1e-2), 0.1),
-        ("adamw", 5000, half_decades(3e-4, 1e-2), 0.1),
+        ("adamw", 5000, half_decades(3e-4, 3e-2), 0.1),
         ("lion", 1500, half_decades(3e-5, 3e-3), 1.0),
         ("muon", 1500, half_decades(3e-4, 3e-2), 0.1),
     ]
