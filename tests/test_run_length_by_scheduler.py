@@ -114,6 +114,44 @@ def test_schedulers_that_do_not_say(build: Build) -> None:
     assert opt.total_steps is None
 
 
+def drawn() -> Build:
+    factors = (1 - step / STEPS for step in range(STEPS))
+    return lambda opt: lr_scheduler.LambdaLR(opt, lambda step: next(factors))
+
+
+def counted() -> Build:
+    calls = []
+
+    def factor(step: int) -> float:
+        calls.append(step)
+        return max(0.0, 1 - len(calls) / STEPS)
+
+    return lambda opt: lr_scheduler.LambdaLR(opt, factor)
+
+
+class Counting:
+    calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return max(0.0, 1 - self.calls / STEPS)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [drawn, counted, lambda: lambda opt: lr_scheduler.LambdaLR(opt, Counting())],
+    ids=["drawn", "counted", "object"],
+)
+def test_functions_that_keep_count_are_not_asked(made: Callable[[], Build]) -> None:
+    """Each call would move their schedule on."""
+    model = perceptron()
+    plain, opt = adamw(model), mechanize(adamw(model))
+    for optimizer in (plain, opt):
+        train(model, optimizer, made()(optimizer), range(4))
+    assert opt.total_steps is None
+    assert opt.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
 def test_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = perceptron()
     opt = mechanize(adamw(model))

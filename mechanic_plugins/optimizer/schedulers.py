@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -30,6 +32,9 @@ _FALLEN = 0.5
 """A schedule has ended where it stays below this part of its peak. One that stays higher was a warm-up."""
 _HALFWAY = 0.01
 """A schedule that ends has more than this part of its peak halfway. One that has less fades away, and has no end."""
+
+_WRITES = {"STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR"}
+_TAKES = {"next", "send", "pop", "popleft", "append", "print"}
 
 Group = dict[str, Any]
 
@@ -105,10 +110,22 @@ def _length_of_function(factor: Callable[[int], Any]) -> int | None:
     told = getattr(factor, "keywords", {}).get("num_training_steps")  # transformers' cosine rises again after it
     if isinstance(told, int):
         return told
+    if not _may_be_asked(factor):
+        return None
     try:
         return _end_of(lambda step: float(factor(step)))
     except Exception:  # a table that ends, or whatever else a function may say to steps that it never expected
         return None
+
+
+def _may_be_asked(factor: Callable[[int], Any]) -> bool:
+    """Not of a function that changes something, such as a generator that it draws from: its schedule would jump."""
+    factor = factor.func if isinstance(factor, functools.partial) else factor
+    code = getattr(factor, "__code__", None)
+    if code is None:  # an object, which may count its calls
+        return False
+    writes = {step.opname for step in dis.get_instructions(code)} & _WRITES
+    return not writes and _TAKES.isdisjoint(code.co_names)
 
 
 def _end_of(factor: Callable[[int], float]) -> int | None:
