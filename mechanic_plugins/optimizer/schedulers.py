@@ -20,11 +20,14 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from mechanic_plugins.checkpoints.format import STEPS
 from mechanic_plugins.distributed.live_objects import live_objects
+from mechanic_plugins.optimizer.freezing import Freezing
 
-__all__ = ["SchedulerWatch", "length_of"]
+__all__ = ["Scheduled", "SchedulerWatch", "length_of"]
 
 _log = logging.getLogger(__name__)
+_LENGTH = "Mechanic: the run has %d optimizer steps, by its scheduler."
 
 _LONGEST = 24
 """Powers of two steps that a function of the step is followed."""
@@ -37,6 +40,28 @@ _WRITES = {"STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR"}
 _TAKES = {"next", "send", "pop", "popleft", "append", "print"}
 
 Group = dict[str, Any]
+
+
+class Scheduled(Freezing):
+    """Learns how long the run is from its scheduler, where nobody has told it."""
+
+    def _start(self) -> None:
+        super()._start()
+        self._watch = SchedulerWatch()
+        self.scheduled_steps: Callable[[], int | None] | None = None
+        """Asked of an engine whose own scheduler knows."""
+
+    def _learn_length(self) -> None:
+        if self._total_steps is not None:
+            return
+        if self.scheduled_steps is not None and (steps := self.scheduled_steps()) is not None:
+            self.total_steps = steps  # it will be asked again when the run is resumed
+            _log.info(_LENGTH, steps)
+            return
+        steps = self._watch.total_steps(self.param_groups, done=self.param_groups[0].get(STEPS, 0))
+        if steps is not None:
+            self.total_steps = self._progress.total_steps = steps
+            _log.info(_LENGTH, steps)
 
 
 class SchedulerWatch:
@@ -64,10 +89,7 @@ class SchedulerWatch:
             return None
         found = [(scheduler(), last_epoch) for scheduler, last_epoch in self._before]
         lengths = [_steps_left(scheduler, since) for scheduler, since in found if scheduler is not None]
-        longest = max(filter(None, lengths), default=None)
-        if longest is not None:
-            _log.info("Mechanic: the run has %d optimizer steps, by its scheduler.", longest)
-        return longest
+        return max(filter(None, lengths), default=None)
 
 
 def _schedulers_of(groups: Sequence[Group]) -> list[LRScheduler]:

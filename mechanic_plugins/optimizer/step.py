@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from mechanic_plugins.checkpoints import state as checkpoint
-from mechanic_plugins.checkpoints.format import STEPS
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, REF, ParamState
@@ -35,18 +34,17 @@ from mechanic_plugins.distributed.sharding import (
 from mechanic_plugins.kernels.cuda import is_capturing
 from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
 from mechanic_plugins.optimizer.delegate import Group
-from mechanic_plugins.optimizer.freezing import Freezing
 from mechanic_plugins.optimizer.overlaps import refuse_overlaps
 from mechanic_plugins.optimizer.recording import Recorder, Recording
 from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
-from mechanic_plugins.optimizer.schedulers import SchedulerWatch
+from mechanic_plugins.optimizer.schedulers import Scheduled
 from mechanic_plugins.passes.plan import Closure, Decision, Entry, Plan, complete, conform
 from mechanic_plugins.passes.planner import Passes
 
 __all__ = ["MechanicOptimizer"]
 
 
-class MechanicOptimizer(Freezing):
+class MechanicOptimizer(Scheduled):
     """What `mechanize` returns: build it there."""
 
     def _start(self) -> None:
@@ -56,7 +54,6 @@ class MechanicOptimizer(Freezing):
         self._recorder = Recorder(self._decider)
         self._fused = False
         self._calls = 0
-        self._watch = SchedulerWatch()
         self._decision: Decision | None = None
 
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
@@ -79,15 +76,9 @@ class MechanicOptimizer(Freezing):
             self._make_dry_run()
             return loss
         self._calls += 1
-        if self._decision is None and self._total_steps is None:
+        if self._decision is None:
             self._learn_length()
         return self._train(closure, loss, params)
-
-    def _learn_length(self) -> None:
-        """From the scheduler, since nobody has told it."""
-        steps = self._watch.total_steps(self.param_groups, done=self.param_groups[0].get(STEPS, 0))
-        if steps is not None:
-            self.total_steps = self._progress.total_steps = steps
 
     def _refuse_second_evaluation(self) -> None:
         raise RuntimeError(
@@ -170,8 +161,7 @@ class MechanicOptimizer(Freezing):
 
     def decide(self, sums: Tensor) -> Decision:
         """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
-        if self._total_steps is None:
-            self._learn_length()
+        self._learn_length()
         return self._decide(sums, self._progress)
 
     def _decide(self, sums: Tensor, progress: Progress) -> Decision:

@@ -78,6 +78,11 @@ def test_a_scheduler_gets_the_mechanized_optimizer_and_tells_it_how_long_the_run
         assert seen["total_steps"] == 20
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_scheduler_of_deepspeeds_tells_how_long_the_run_is(engines: Engines, stage: int) -> None:
+    assert engines(2)(on_rank.run_with_config_scheduler, Case(stage=stage)) == [300, 300]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_attaching_again_changes_nothing(engines: Engines, stage: int) -> None:
     seen = engines(2)(on_rank.attach_twice, Case(stage=stage))[0]
