@@ -63,8 +63,8 @@ SILENT: dict[str, Build] = {
     "exponential": lambda opt: lr_scheduler.ExponentialLR(opt, 0.99),
     "restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 50),
     "plateau": lr_scheduler.ReduceLROnPlateau,
-    "warm-up": lambda opt: lr_scheduler.LinearLR(opt, 0.1, total_iters=50),
-    "a warm-up by a function": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 50)),
+    "warm-up": lambda opt: lr_scheduler.LinearLR(opt, 0.1, total_iters=30),
+    "a warm-up by a function": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 30)),
     "a constant function": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1.0),
     "a function that fades": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 0.1 ** (step // 30)),
     "an inverse root": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: (step + 1) ** -0.5),
@@ -158,7 +158,7 @@ def test_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mechanic_plugins"):
         train(model, opt, lr_scheduler.CosineAnnealingLR(opt, STEPS), range(6))
     assert [record.message for record in caplog.records if "optimizer steps" in record.message] == [
-        f"Mechanic: the run has {STEPS} optimizer steps, by its scheduler."
+        f"Mechanic: the run has {STEPS} optimizer steps, by its schedule."
     ]
 
 
@@ -210,6 +210,42 @@ def test_a_run_that_goes_on_mechanized() -> None:
     assert opt.total_steps == STEPS - 100
 
 
+BY_HAND: dict[str, tuple[Callable[[int], float], int | None]] = {
+    "a long warm-up": (lambda step: min(1.0, (step + 1) / 75), 1500),
+    "a long warm-up from 0": (lambda step: min(1.0, step / 75), 1500),
+    "a short warm-up": (lambda step: min(1.0, (step + 1) / 30), None),
+    "next to none": (lambda step: 1.0 + 1e-6 * step, None),
+    "a constant": (lambda step: 1.0, None),
+    "a fall": (lambda step: 1 - step / 100, None),
+}
+
+
+@pytest.mark.parametrize(("factor", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_a_long_warm_up_belongs_to_a_long_run(factor: Callable[[int], float], expected: int | None) -> None:
+    """In loops that set the learning rate by hand, nothing else is seen of the schedule."""
+    model, twin = perceptron(), perceptron()
+    opt, told = mechanize(adamw(model)), mechanize(adamw(twin), total_steps=expected or 1000)
+    for step in range(20):
+        for net, optimizer in ((model, opt), (twin, told)):
+            backward(net, step)
+            for group, lr in zip(optimizer.param_groups, (0.02, 0.01), strict=True):
+                group["lr"] = lr * factor(step)
+            optimizer.step()
+    assert opt.total_steps == expected
+    assert differences(weights_and_scale(opt), weights_and_scale(told)) == []
+
+
+@pytest.mark.parametrize("on_base", [False, True], ids=["on the wrapper", "on the base, before"])
+def test_a_long_warm_up_by_a_scheduler_that_says_no_more(on_base: bool) -> None:
+    model = perceptron()
+    base = adamw(model)
+    warm_up = partial(lr_scheduler.LinearLR, start_factor=1e-9, total_iters=200)
+    before = warm_up(base) if on_base else None
+    opt = mechanize(base)
+    train(model, opt, before or warm_up(opt), range(3))
+    assert opt.total_steps == 4000
+
+
 def resumed(saved: bytes, build: Build, **options: Any) -> tuple[nn.Sequential, MechanicOptimizer, Any]:
     states = torch.load(io.BytesIO(saved), weights_only=True)
     model = perceptron()
@@ -227,17 +263,21 @@ def saved(*things: Any) -> bytes:
 
 
 @pytest.mark.parametrize("at", [1, 2, 25])
-def test_a_resumed_run_goes_on_as_if_undisturbed(at: int) -> None:
-    build = TELLING["cosine"]
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [(TELLING["cosine"], STEPS), (lambda opt: lr_scheduler.LinearLR(opt, 0.2, total_iters=64), 1600)],
+    ids=["cosine", "a long warm-up"],
+)
+def test_a_resumed_run_goes_on_as_if_undisturbed(build: Build, expected: int, at: int) -> None:
     model = perceptron()
     opt = mechanize(adamw(model))
     scheduler = build(opt)
     train(model, opt, scheduler, range(at))
     again, opt_again, scheduler_again = resumed(saved(model, opt, scheduler), build)
-    assert opt_again.total_steps == (None if at == 1 else STEPS)
+    assert opt_again.total_steps == (None if at == 1 else expected)
     train(model, opt, scheduler, range(at, 40))
     train(again, opt_again, scheduler_again, range(at, 40))
-    assert opt_again.total_steps == STEPS
+    assert opt_again.total_steps == expected
     assert differences(everything(opt), everything(opt_again)) == []
 
 

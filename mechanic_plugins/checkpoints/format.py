@@ -24,6 +24,7 @@ from mechanic_plugins.core.tuner_state import SCALARS, TunerState
 __all__ = [
     "FORMAT",
     "HEADER",
+    "LR",
     "RELEASED",
     "STEPS",
     "TOTAL_STEPS",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 FORMAT = 2
-HEADER, STEPS = PREFIX + "tuners", PREFIX + "steps"
+HEADER, STEPS, LR = PREFIX + "tuners", PREFIX + "steps", PREFIX + "lr"
 RELEASED = "released"
 """What `mechanic_frozen` says where there is no delta any more."""
 TOTAL_STEPS = PREFIX + "total_steps"

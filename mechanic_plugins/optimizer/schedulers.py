@@ -1,4 +1,4 @@
-"""How long a run is, as the scheduler of its learning rate knows."""
+"""How long a run is, as the schedule of its learning rate shows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
+from torch import Tensor
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
@@ -20,14 +21,14 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from mechanic_plugins.checkpoints.format import STEPS
+from mechanic_plugins.checkpoints.format import LR, STEPS
 from mechanic_plugins.distributed.live_objects import live_objects
 from mechanic_plugins.optimizer.freezing import Freezing
 
 __all__ = ["Scheduled", "SchedulerWatch", "length_of"]
 
 _log = logging.getLogger(__name__)
-_LENGTH = "Mechanic: the run has %d optimizer steps, by its scheduler."
+_LENGTH = "Mechanic: the run has %d optimizer steps, by its schedule."
 
 _LONGEST = 24
 """Powers of two steps that a function of the step is followed."""
@@ -39,15 +40,19 @@ _HALFWAY = 0.01
 _WRITES = {"STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR"}
 _TAKES = {"next", "send", "pop", "popleft", "append", "print"}
 
+_LONG_WARM_UP, _RUN_OF_WARM_UPS = (50, 10_000), 20
+"""Steps, and how many times as long a run is taken for where nothing but its warm-up is seen, as in loops that set the
+learning rate by hand. Shorter ones come in runs of all lengths, longer ones are something else."""
+
 Group = dict[str, Any]
 
 
 class Scheduled(Freezing):
-    """Learns how long the run is from its scheduler, where nobody has told it."""
+    """Learns how long the run is from its schedule, where nobody has told it."""
 
     def _start(self) -> None:
         super()._start()
-        self._watch = SchedulerWatch()
+        self._watch = SchedulerWatch(self.param_groups)
         self.scheduled_steps: Callable[[], int | None] | None = None
         """Asked of an engine whose own scheduler knows."""
 
@@ -70,9 +75,10 @@ class SchedulerWatch:
     That is before the tuner's first bet, so nothing is lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[Group]) -> None:
         self._asked = 0
         self._before: list[tuple[ref[LRScheduler], int]] = []
+        self._peak, self._first_lr = _highest(groups, "initial_lr", "lr"), 0.0
 
     def total_steps(self, groups: Sequence[Group], *, done: int) -> int | None:
         """The optimizer steps of the run that begins. Asked in every step, it has an answer in the second at most.
@@ -85,11 +91,27 @@ class SchedulerWatch:
         if self._asked == 1 and done <= 1:
             self._asked += done
             self._before = [(ref(s), 0 if done else s.last_epoch) for s in _schedulers_of(groups)]
+            self._first_lr = groups[0].get(LR, 0.0) if done else _highest(groups, "lr")
         if self._asked != 2:
             return None
         found = [(scheduler(), last_epoch) for scheduler, last_epoch in self._before]
         lengths = [_steps_left(scheduler, since) for scheduler, since in found if scheduler is not None]
-        return max(filter(None, lengths), default=None)
+        return max(filter(None, lengths), default=None) or self._by_warm_up(groups)
+
+    def _by_warm_up(self, groups: Sequence[Group]) -> int | None:
+        """A linear one, whose length follows from its first two steps. A long one belongs to a long run."""
+        rise = _highest(groups, "lr") - self._first_lr
+        length = self._peak / rise if rise > 0 else 0.0
+        return round(_RUN_OF_WARM_UPS * length) if _LONG_WARM_UP[0] <= length <= _LONG_WARM_UP[1] else None
+
+
+def _highest(groups: Sequence[Group], *keys: str) -> float:
+    """The highest of the groups' learning rates, each under the first key that it has.
+
+    Those on a GPU are not looked at: that would wait for it.
+    """
+    lrs = [next((group[key] for key in keys if group.get(key) is not None), 0.0) for group in groups]
+    return max((float(lr) for lr in lrs if not isinstance(lr, Tensor) or lr.device.type == "cpu"), default=0.0)
 
 
 def _schedulers_of(groups: Sequence[Group]) -> list[LRScheduler]:
