@@ -281,6 +281,21 @@ def test_a_resumed_run_goes_on_as_if_undisturbed(build: Build, expected: int, at
     assert differences(everything(opt), everything(opt_again)) == []
 
 
+def test_a_run_that_goes_on_without_a_length_gets_none() -> None:
+    """Its learning rate has fallen far below the one that it was built with: that is no warm-up."""
+
+    def build(opt: Optimizer) -> Any:
+        return lr_scheduler.StepLR(opt, 10)
+
+    model = perceptron()
+    opt = mechanize(adamw(model))
+    scheduler = build(opt)
+    train(model, opt, scheduler, range(25))
+    again, opt_again, scheduler_again = resumed(saved(model, opt, scheduler), build)
+    train(again, opt_again, scheduler_again, range(25, 30))
+    assert opt_again.total_steps is None
+
+
 def test_a_resumed_run_may_be_told_another_length() -> None:
     build = TELLING["cosine"]
     model = perceptron()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
-from torch import Tensor
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
@@ -76,8 +75,8 @@ class SchedulerWatch:
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        self._asked = 0
-        self._before: list[tuple[ref[LRScheduler], int]] = []
+        self._step: int | None = None
+        self._before: list[tuple[ref[LRScheduler], int]] | None = None
         self._peak, self._first_lr = _highest(groups, "initial_lr", "lr"), 0.0
 
     def total_steps(self, groups: Sequence[Group], *, done: int) -> int | None:
@@ -87,12 +86,11 @@ class SchedulerWatch:
             groups: The optimizer's param groups.
             done: Steps made before the first that was watched. A longer run keeps the length that it had.
         """
-        self._asked += 1
-        if self._asked == 1 and done <= 1:
-            self._asked += done
+        self._step = done + 1 if self._step is None else self._step + 1
+        if self._before is None and self._step <= 2:
             self._before = [(ref(s), 0 if done else s.last_epoch) for s in _schedulers_of(groups)]
             self._first_lr = groups[0].get(LR, 0.0) if done else _highest(groups, "lr")
-        if self._asked != 2:
+        if self._step != 2 or self._before is None:
             return None
         found = [(scheduler(), last_epoch) for scheduler, last_epoch in self._before]
         lengths = [_steps_left(scheduler, since) for scheduler, since in found if scheduler is not None]
@@ -108,10 +106,10 @@ class SchedulerWatch:
 def _highest(groups: Sequence[Group], *keys: str) -> float:
     """The highest of the groups' learning rates, each under the first key that it has.
 
-    Those on a GPU are not looked at: that would wait for it.
+    Tensors are not looked at: that might mean to wait for a GPU.
     """
     lrs = [next((group[key] for key in keys if group.get(key) is not None), 0.0) for group in groups]
-    return max((float(lr) for lr in lrs if not isinstance(lr, Tensor) or lr.device.type == "cpu"), default=0.0)
+    return max((float(lr) for lr in lrs if isinstance(lr, (int, float))), default=0.0)
 
 
 def _schedulers_of(groups: Sequence[Group]) -> list[LRScheduler]:
