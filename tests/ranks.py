@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -24,6 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 _PATIENCE = datetime.timedelta(seconds=120)
 """Beyond what a loaded machine needs; a rank that fails is noticed at once, by its closed pipe."""
@@ -48,6 +50,7 @@ def serve(rank: int, world_size: int, store: str, environment: dict[str, str], p
     gc.freeze()  # what the process that it was forked from has imported: see conftest.py
     os.environ.update(environment)
     torch.set_num_threads(1)
+    _keep_meshes()
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=_PATIENCE
     )
@@ -61,6 +64,22 @@ def serve(rank: int, world_size: int, store: str, environment: dict[str, str], p
         except BaseException:
             pipe.send((None, traceback.format_exc()))
             return
+
+
+def _keep_meshes() -> None:
+    """One for each shape, for all tests: a thread of every group of ranks looks for news a hundred times a second."""
+    make = device_mesh.init_device_mesh
+
+    @functools.cache
+    def kept(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> device_mesh.DeviceMesh:
+        return make(device_type, shape, mesh_dim_names=names)
+
+    def init_device_mesh(
+        device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None
+    ) -> device_mesh.DeviceMesh:
+        return kept(device_type, tuple(mesh_shape), mesh_dim_names and tuple(mesh_dim_names))
+
+    device_mesh.init_device_mesh = dist.init_device_mesh = init_device_mesh
 
 
 class KilledError(AssertionError):
