@@ -117,3 +117,21 @@ def test_the_launches_do_not_grow_with_the_tensors(monkeypatch: pytest.MonkeyPat
         names = [event.name for event in profiler.events()]
         counts.append(sum(name in ("aten::dot", "aten::cat", "aten::addcmul", "aten::lerp") for name in names))
     assert counts[0] == counts[1] < 20
+
+
+def test_a_delta_whose_memory_was_swapped_is_read_where_it_is() -> None:
+    """As tools do that move an optimizer's state away for a while and back."""
+    ends = []
+    for swaps in (False, True):
+        params = [nn.Parameter(torch.full((4, 3), 2.0)), nn.Parameter(torch.ones(5))]
+        optimizer = mechanize(torch.optim.AdamW(params, lr=0.1), backend="foreach")
+        for step in range(12):
+            for p in params:
+                p.grad = p.detach() - 1
+            optimizer.step()
+            for p in params if swaps and step == 5 else []:
+                delta = optimizer.state[p]["mechanic_delta"]
+                old, delta.data = delta.data, delta.data.clone()
+                old.fill_(7.0)
+        ends.append(torch.cat([p.detach().flatten() for p in params]))
+    assert torch.equal(*ends)

@@ -39,7 +39,6 @@ class ForeachBatch:
         self._device, self._dtype = param_states[0].x.device, param_states[0].x.dtype
         self._places = [0, *accumulate(-(-state.x.numel() // ALIGNED) * ALIGNED for state in param_states)]
         self._layouts = [(param_state.x.shape, param_state.x.stride()) for param_state in param_states]
-        self._rows = [delta.view(-1) if delta is not None and delta.is_contiguous() else delta for delta in self.deltas]
         self._is_flat = [
             state.x.is_contiguous() and delta is not None and delta.is_contiguous()
             for state, delta in zip(param_states, self.deltas, strict=True)
@@ -74,7 +73,7 @@ class ForeachBatch:
 
         Without `with_dx` <d, x> is left out, unless the penalty needs it.
         """
-        sums = local_sums(xs, grads, self._rows, device=out.device, with_dx=with_dx or penalty != 0)
+        sums = local_sums(xs, grads, self.deltas, device=out.device, with_dx=with_dx or penalty != 0)
         if maximize:
             sums[0].neg_()
         if penalty:
