@@ -41,7 +41,7 @@ HEADER, STEPS, LR = PREFIX + "tuners", PREFIX + "steps", PREFIX + "lr"
 RELEASED = "released"
 """What `mechanic_frozen` says where there is no delta any more."""
 TOTAL_STEPS = PREFIX + "total_steps"
-"""Beside the newer fields, only where a scheduler told the length of the run."""
+"""Beside the newer fields, only where the schedule showed the length of the run."""
 
 SINCE: dict[str, int] = dict.fromkeys(("s", "r", "m", "v", "q", "w0", "s_init", "played", "h", "lr"), 1) | {
     "gradients": 2,

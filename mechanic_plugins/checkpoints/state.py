@@ -58,7 +58,7 @@ class Progress:
     lr_refs: dict[int, float] = field(default_factory=dict)
     """Each param group's first learning rate above 0, by index: the reference of its schedule."""
     total_steps: int | None = None
-    """The length of the run, where its scheduler told it."""
+    """The length of the run, where its schedule showed it."""
     seen: tuple[object, ...] = field(default=(), repr=False)
     """The lists that `write` put into the groups. A different object means that state was loaded since."""
 

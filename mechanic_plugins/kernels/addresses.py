@@ -151,6 +151,7 @@ def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def _places(tensors: Any) -> list[int]:
+    """Of tensors, none of them missing."""
     return list(map(Tensor.data_ptr, tensors))
 
 

@@ -38,6 +38,7 @@ _HALFWAY = 0.01
 
 _WRITES = {"STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR"}
 _TAKES = {"next", "send", "pop", "popleft", "append", "print"}
+"""What a function's code has in it that changes something when it is called: see `_may_be_asked`."""
 
 _LONG_WARM_UP, _RUN_OF_WARM_UPS = (50, 10_000), 20
 """Steps, and how many times as long a run is taken for where nothing but its warm-up is seen, as in loops that set the
