@@ -306,3 +306,17 @@ def test_a_resumed_run_may_be_told_another_length() -> None:
     assert told.total_steps == 5000
     header = json.loads(told.state_dict()["param_groups"][0]["mechanic_tuners"])
     assert header["later"]["mechanic_total_steps"] == STEPS, "what the scheduler told"
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "many", True])
+def test_a_damaged_length_is_refused(wrong: Any) -> None:
+    model = perceptron()
+    opt = mechanize(adamw(model))
+    train(model, opt, TELLING["cosine"](opt), range(3))
+    state = opt.state_dict()
+    for group in state["param_groups"]:
+        header = json.loads(group["mechanic_tuners"])
+        header["later"]["mechanic_total_steps"] = wrong
+        group["mechanic_tuners"] = json.dumps(header)
+    with pytest.raises(ValueError, match=r"mechanic_total_steps has .*expected a whole number >= 0: it is damaged"):
+        mechanize(adamw(perceptron())).load_state_dict(state)
