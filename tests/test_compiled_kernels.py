@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 LOW = (torch.bfloat16, torch.float16)
 TABLE = {"table": "*i64", "blocks": "*i32", "firsts": "*i64"}
+GRADS = {"grads": "*i64"}
 POINTER = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64"}
 
 
@@ -51,8 +52,8 @@ def assert_compiles(kernel: Any, types: dict[str, str], constants: dict[str, Any
 def test_base_and_move_in_one(kind: int, dtype: torch.dtype, delta: torch.dtype) -> None:
     from mechanic_plugins.kernels.triton_fused import fused_kernel
 
-    types = {**TABLE, "count": "i32", "scales": "*fp64", "norms": "*fp32", "corrections": "*fp32", "lr": "*fp32"}
-    types |= dict.fromkeys(("wd", "a", "b", "c"), "fp32")
+    types = {**TABLE, **GRADS, "count": "i32", "scales": "*fp64"}
+    types |= dict.fromkeys(("norms", "corrections", "lr"), "*fp32") | dict.fromkeys(("wd", "a", "b", "c"), "fp32")
     constants = {"xtype": dtype, "gtype": dtype, "mtype": torch.float32, "dtype": delta}
     flags = {"KIND": kind, "MOMENTUM": True, "NESTEROV": True, "MAXIMIZE": True, "SIZE": 512}
     flags |= {"LOW": dtype in LOW, "DITHERED": delta == torch.bfloat16, "ALIGNED": kind != 2}
@@ -80,7 +81,7 @@ def test_the_passes_around_any_base(dtype: torch.dtype, delta: torch.dtype) -> N
     flags = {"LOW": dtype in LOW, "DITHERED": delta == torch.bfloat16, "APART": dtype in LOW, **cut}
     assert_compiles(move_kernel, {**part, "scales": "*fp64", "norms": POINTER[acc]}, {**kinds, **flags})
     assert_compiles(snapshot_kernel, part, {"xtype": kinds["xtype"], **cut})
-    sums = {**TABLE, "out": POINTER[acc], "count": "i32"}
+    sums = {**TABLE, **GRADS, "out": POINTER[acc], "count": "i32"}
     assert_compiles(sums_kernel, sums, {**kinds, "gtype": kinds["xtype"], "NORMS": True, **cut})
 
 
@@ -103,5 +104,5 @@ def test_the_small_ones(apart: bool) -> None:
     types = {"sums": "*fp32", "programs": "i32", "norms": "*fp32", "norm_programs": "i32"}
     types |= {"constants": "*fp64", "out": "*fp64", "count": "*fp64"}
     assert_compiles(collect_kernel, types, {"NORMS_APART": apart, "MAXIMIZE": apart, "SIZE": 1024})
-    types = {"table": "*i64", "count": "i32", "scales": "*fp64", "constants": "*fp64", "corrections": "*fp32"}
+    types = {"table": "*i64", **GRADS, "count": "i32", "scales": "*fp64", "constants": "*fp64", "corrections": "*fp32"}
     assert_compiles(adam_steps_kernel, types, {"SIZE": 128})

@@ -44,6 +44,8 @@ class LiveGroup(Group):
         raise KeyError(key)
 
     def get(self, key: str, default: Any = None) -> Any:
+        if key != "d":
+            return super().get(key, default)
         try:
             return self[key]
         except KeyError:

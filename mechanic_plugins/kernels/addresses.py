@@ -6,8 +6,8 @@ tensor. The table on the device is written only when one of them has moved.
 
 from __future__ import annotations
 
+import functools
 import operator
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,8 +52,9 @@ class Addresses:
         rows = []
         for param_state, place, extra in zip(param_states, places, extras or [BaseState()] * len(places), strict=False):
             pointers = (0 if t is None else t.data_ptr() for t in (param_state.delta, param_state.ref, *extra))
-            rows.append((0, 0, *pointers, place, param_state.x.numel()))
+            rows.append((0, *pointers, place, param_state.x.numel()))
         self._rows = torch.tensor(rows)
+        self._rows_are_aligned = False
         self._here: tuple[list[int], list[int]] = ([], [])
         """Those of weights and gradients, as the table has them."""
         self._are_as_before: Callable[..., bool] | None = None
@@ -109,14 +110,14 @@ class Addresses:
         return all(grad is None or lies_like(grad, x) for grad, x in zip(grads, xs, strict=True))
 
     def _write(self, of_xs: list[int], of_grads: list[int], *, xs_moved: bool) -> None:
-        """Gradients move in nearly every step of most loops, so this too is for whole lists at a time."""
         if xs_moved:
             self._moves += 1
-            self._rows[:, 0] = _column(of_xs)
-        self._rows[:, 1] = _column(of_grads)
+            self._rows = self._rows.clone()
+            self._rows[:, 0] = torch.tensor(of_xs)
+            self._rows_are_aligned = self._are_even and not (self._rows[:, :POINTERS] & 15).any()
         self._here = of_xs, of_grads
-        self.are_aligned = self._are_even and not (self._rows[:, :POINTERS] & 15).any()
-        self._table.point_to(self._rows)
+        self.are_aligned = self._rows_are_aligned and not functools.reduce(operator.or_, of_grads, 0) & 15
+        self._table.point_to(self._rows, of_grads)
 
     def follow(self, part: IndexRange, xs: Sequence[Tensor]) -> None:
         """Some weights may be elsewhere in the middle of a step."""
@@ -153,8 +154,3 @@ def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def _places(tensors: Any) -> list[int]:
     """Of tensors, none of them missing."""
     return list(map(Tensor.data_ptr, tensors))
-
-
-def _column(numbers: list[int]) -> Tensor:
-    """Faster than torch.tensor."""
-    return torch.frombuffer(array("q", numbers), dtype=torch.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -14,7 +16,7 @@ from mechanic_plugins.kernels.cuda import is_capturing
 
 __all__ = ["POINTERS", "Table", "Tiles"]
 
-POINTERS = 6
+POINTERS = 5
 """How many of the columns point to vectors: the first ones."""
 _KEPT_CONSTANTS = 32
 
@@ -37,20 +39,23 @@ class Tiles:
 class Table:
     """The addresses of one list of tensors, and other small things, on the device.
 
-    The addresses change in place, so that recorded launches find the new ones. A graph that somebody else captures gets
-    a table of its own, with the addresses of that moment.
+    The gradients' are apart: they change in nearly every step of most loops, the others hardly ever. All change in
+    place, so that recorded launches find the new ones. A graph that somebody else captures gets a table of its own,
+    with the addresses of that moment.
     """
 
     device: torch.device
     numels: tuple[int, ...]
-    rows: Tensor | None = None
-    """What `pointers` holds, on the host."""
     pointers: Tensor | None = None
+    gradients: Tensor | None = None
+    _rows: Tensor | None = None
+    _of_gradients: Sequence[int] = ()
+    """What the two hold, on the host."""
     tiles: dict[int, Tiles] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
     """Host memory that a captured graph will read again at each replay."""
     is_captured: bool = False
-    """Whether a graph of somebody else's reads `pointers`."""
+    """Whether a graph of somebody else's reads them."""
     constants: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
 
     def constant(self, numbers: tuple[float, ...]) -> Tensor:
@@ -71,18 +76,23 @@ class Table:
         return self.tiles[size]
 
     def is_up_to_date(self) -> bool:
-        """Whether the launches of this moment may read `pointers`, if no address has changed."""
+        """Whether the launches of this moment may read what is there, if no address has changed."""
         return self.is_captured == is_capturing(self.device)
 
-    def point_to(self, rows: Tensor) -> None:
-        """Has `pointers` hold these rows, which the caller may change afterwards."""
-        if self.rows is not None and self.is_up_to_date() and torch.equal(rows, self.rows):
-            return
-        self.rows = rows.clone()
-        if self.pointers is None or self.is_captured or is_capturing(self.device):
-            self.pointers, self.is_captured = self._on_device(self.rows), is_capturing(self.device)
+    def point_to(self, rows: Tensor, gradients: Sequence[int]) -> None:
+        """Has `pointers` hold these rows, and `gradients` these addresses. The caller changes neither afterwards."""
+        new_rows = self._rows is not rows and (self._rows is None or not torch.equal(rows, self._rows))
+        new_gradients = self._of_gradients != gradients
+        is_another = not self.is_up_to_date() or (self.is_captured and (new_rows or new_gradients))
+        if self.pointers is None or self.gradients is None or is_another:
+            self.pointers, self.gradients = self._on_device(rows), self._on_device(_column(gradients))
+            self.is_captured = is_capturing(self.device)
         else:
-            self.pointers.copy_(self._pinned(self.rows), non_blocking=True)
+            if new_rows:
+                self.pointers.copy_(self._pinned(rows), non_blocking=True)
+            if new_gradients:
+                self.gradients.copy_(self._pinned(_column(gradients)), non_blocking=True)
+        self._rows, self._of_gradients = rows, gradients
 
     def _on_device(self, host: Tensor) -> Tensor:
         return self._pinned(host).to(self.device, non_blocking=True)
@@ -94,3 +104,8 @@ class Table:
         if is_capturing(self.device):
             self.held.append(pinned)
         return pinned
+
+
+def _column(numbers: Sequence[int]) -> Tensor:
+    """Faster than torch.tensor."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)

@@ -71,6 +71,11 @@ class TritonBatch:
         assert self.table.pointers is not None
         return self.table.pointers
 
+    @property
+    def gradient_pointers(self) -> Tensor:
+        assert self.table.gradients is not None
+        return self.table.gradients
+
     def add_sums(
         self,
         xs: Sequence[Tensor],
@@ -110,8 +115,9 @@ class TritonBatch:
 
     def launch_key(self) -> tuple[Any, ...]:
         """What launches depend on and may differ from step to step."""
-        where = self.pointers.data_ptr(), self.addresses.are_aligned, self.addresses.gradients
-        return *where, self._knows_norms(), id(self._last_norms)
+        where = self.pointers.data_ptr(), self.gradient_pointers.data_ptr()
+        how = self.addresses.are_aligned, self.addresses.gradients
+        return *where, *how, self._knows_norms(), id(self._last_norms)
 
     def _knows_norms(self) -> bool:
         return self._left == self.addresses.version and not is_capturing(self.device)
@@ -125,6 +131,7 @@ class TritonBatch:
             with on(self.device):
                 _kernels().sums_kernel[(programs,)](
                     self.pointers,
+                    self.gradient_pointers,
                     tiles.blocks,
                     tiles.firsts,
                     out,

@@ -8,11 +8,11 @@ import triton.language as tl
 from mechanic_plugins.kernels.triton_passes import (
     _COLUMNS,
     _DELTA,
-    _GRAD,
     _MOMENT1,
     _MOMENT2,
     _STEP,
     _X,
+    _as_pointer,
     _dithered,
     _place,
     _pointer,
@@ -22,12 +22,12 @@ from mechanic_plugins.kernels.triton_passes import (
 
 
 @triton.jit
-def adam_steps_kernel(table, count, scales, constants, corrections, SIZE: tl.constexpr):
+def adam_steps_kernel(table, grads, count, scales, constants, corrections, SIZE: tl.constexpr):
     """Counts the step, where it is made, and takes Adam's bias corrections in float64."""
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = index < count
     row = table + index.to(tl.int64) * _COLUMNS
-    used = inside & (tl.load(row + _GRAD, inside, 0) != 0)
+    used = inside & (tl.load(grads + index, inside, 0) != 0)
     pointer = tl.load(row + _STEP, used, 0).to(tl.pointer_type(tl.float32))
     step = tl.load(pointer, used, 0.0) + tl.load(scales + 2).to(tl.float32)
     tl.store(pointer, step, used)
@@ -88,7 +88,7 @@ def _lion(row, at, mask, x, g, lr, wd, beta1, beta2, mtype: tl.constexpr, ALIGNE
 
 @triton.jit
 def fused_kernel(
-    table, blocks, firsts, count, scales, norms, corrections, lr, wd, a, b, c,
+    table, grads, blocks, firsts, count, scales, norms, corrections, lr, wd, a, b, c,
     KIND: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
     xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr, dtype: tl.constexpr,
     LOW: tl.constexpr, DITHERED: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
@@ -114,11 +114,12 @@ def fused_kernel(
         x = tl.load(place, mask, 0.0).to(tl.float32)
         d = tl.load(delta, mask, 0.0).to(tl.float32)
         moved = mask & is_made
-        used = moved & (tl.load(row + _GRAD) != 0)
-        g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, used, 0.0).to(tl.float32) * clip
+        index = tl.load(blocks + block)
+        grad = tl.load(grads + index)
+        used = moved & (grad != 0)
+        g = tl.load(_as_pointer(grad, gtype, ALIGNED) + at, used, 0.0).to(tl.float32) * clip
         if MAXIMIZE:
             g = -g
-        index = tl.load(blocks + block)
         if KIND == 0:
             u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, False, ALIGNED)
         elif KIND == 1:

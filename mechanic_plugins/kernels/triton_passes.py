@@ -1,11 +1,11 @@
 """The passes over memory as GPU kernels, each one launch for any number of tensors.
 
-A table of pointers names the tensors: one int64 row for each, one column for each thing a kernel reads. A list of
-blocks says which tensor each program works on, `firsts` which block is a tensor's first. All three are built by
-`mechanic_plugins.kernels.table`.
+A table of pointers names the tensors: one int64 row for each, one column for each thing a kernel reads. `grads` points
+to their gradients (0: there is none). A list of blocks says which tensor each program works on, `firsts` which block
+is a tensor's first. All of this is built by `mechanic_plugins.kernels.table`.
 
-Columns: the weights x, the gradient (0: there is none), delta, the reference (low-precision weights only), two moments
-and the step count of the base, the tensor's place in a snapshot of them all (in elements), and the number of elements.
+Columns: the weights x, delta, the reference (low-precision weights only), two moments and the step count of the base,
+the tensor's place in a snapshot of them all (in elements), and the number of elements.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-X, GRAD, DELTA, REF, MOMENT1, MOMENT2, STEP, PLACE, NUMEL, COLUMNS = range(10)
+X, DELTA, REF, MOMENT1, MOMENT2, STEP, PLACE, NUMEL, COLUMNS = range(9)
 
 _X = tl.constexpr(X)
-_GRAD = tl.constexpr(GRAD)
 _DELTA = tl.constexpr(DELTA)
 _REF = tl.constexpr(REF)
 _MOMENT1 = tl.constexpr(MOMENT1)
@@ -29,7 +28,11 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 @triton.jit
 def _pointer(row, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    address = tl.load(row + COLUMN)
+    return _as_pointer(tl.load(row + COLUMN), dtype, ALIGNED)
+
+
+@triton.jit
+def _as_pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     if ALIGNED:
         address = tl.multiple_of(address, 16)
     pointer = address.to(tl.pointer_type(dtype))
@@ -53,8 +56,8 @@ def _place(table, blocks, firsts, block, ALIGNED: tl.constexpr, SIZE: tl.constex
 
 @triton.jit
 def sums_kernel(
-    table, blocks, firsts, out, count, xtype: tl.constexpr, gtype: tl.constexpr, dtype: tl.constexpr, acc: tl.constexpr,
-    NORMS: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+    table, grads, blocks, firsts, out, count, xtype: tl.constexpr, gtype: tl.constexpr, dtype: tl.constexpr,
+    acc: tl.constexpr, NORMS: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """<d, g>, <g, g> and, with NORMS, <x, x>, <d, x>, <d, d>: five partial sums for each program."""
     program = tl.program_id(0)
@@ -65,9 +68,9 @@ def sums_kernel(
     dd = tl.zeros([SIZE], acc)
     for block in range(program, count, tl.num_programs(0)):
         row, at, mask = _place(table, blocks, firsts, block, ALIGNED, SIZE)
-        has_gradient = tl.load(row + _GRAD) != 0
+        grad = tl.load(grads + tl.load(blocks + block))
         d = tl.load(_pointer(row, _DELTA, dtype, ALIGNED) + at, mask, 0.0).to(acc)
-        g = tl.load(_pointer(row, _GRAD, gtype, ALIGNED) + at, mask & has_gradient, 0.0).to(acc)
+        g = tl.load(_as_pointer(grad, gtype, ALIGNED) + at, mask & (grad != 0), 0.0).to(acc)
         dg += d * g
         gg += g * g
         if NORMS:

@@ -11,6 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal
 from weakref import ref
 
@@ -76,8 +77,7 @@ class Wrapper(Delegate):
         self.base = base
         self.settings = settings.for_base(known_bases.steps_of(base))
         self.group, self.sync_replicas = group, sync_replicas
-        self.backend = backend
-        self.max_grad_norm = max_grad_norm
+        self.backend, self.max_grad_norm = backend, max_grad_norm
         self.delta_dtype = checked_delta_dtype(delta_dtype)
         self._total_steps = total_steps
         self._has_history = bool(base.state)
@@ -231,9 +231,9 @@ class Wrapper(Delegate):
 
     def _params(self) -> list[Tensor]:
         """The same list as before, as long as they are the same."""
-        params, before = [p for group in self.param_groups for p in group["params"]], self._known_params
-        if len(params) != len(before) or not all(map(operator.is_, params, before)):
-            self._known_params = params
+        lists, before = [group["params"] for group in self.param_groups], self._known_params
+        if sum(map(len, lists)) != len(before) or not all(map(operator.is_, chain.from_iterable(lists), before)):
+            self._known_params = list(chain.from_iterable(lists))
         return self._known_params
 
     def state_dict(self) -> StateDict:

@@ -118,6 +118,7 @@ class FusedBatch(ParamBatch):
             with on(self.device):
                 kernels.fused_kernel[(len(norms),)](
                     rows.pointers,
+                    rows.gradient_pointers,
                     tiles.blocks,
                     tiles.firsts,
                     tiles.starts[-1],
@@ -144,10 +145,11 @@ class FusedBatch(ParamBatch):
         count = len(self.params)
         corrections = torch.empty(count, 2, device=self.device)
         logs = tuple(math.log(beta) if beta > 0 else -math.inf for beta in self.group["betas"])
-        constants = self.tensors.table.constant(logs)
+        rows, constants = self.tensors, self.tensors.table.constant(logs)
+        where = rows.pointers, rows.gradient_pointers
         with on(self.device):
             kernels.adam_steps_kernel[(-(-count // _STEPS_BLOCK),)](
-                self.tensors.pointers, count, scales, constants, corrections, SIZE=_STEPS_BLOCK, num_warps=4
+                *where, count, scales, constants, corrections, SIZE=_STEPS_BLOCK, num_warps=4
             )
         return corrections
 
