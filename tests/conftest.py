@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import build_ops
 import pytest
@@ -70,6 +71,7 @@ class DeepSpeedRanks(Ranks):
     """They alone find the compiled operators in their environment."""
 
     environment = build_ops.environment()
+    imports: ClassVar[list[str]] = ["cpuinfo", "torch._inductor.compile_fx"]
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,9 @@ _PATIENCE = datetime.timedelta(seconds=120)
 """Beyond what a loaded machine needs; a rank that fails is noticed at once, by its closed pipe."""
 
 
+NEEDED = ["torch._dynamo"]
+"""What the first optimizer imports. Done once for all ranks."""
+
 SLOW_IMPORTS = (
     "torch.distributed",
     "torch.distributed.checkpoint.state_dict",
@@ -41,7 +44,7 @@ SLOW_IMPORTS = (
     "peft",
     "transformers.trainer",
 )
-"""Imported once for all ranks, where the test run needs them. Not DeepSpeed: it looks at a rank's environment."""
+"""The same, where the test run needs them. Not DeepSpeed: it looks at a rank's environment."""
 
 
 def serve(rank: int, world_size: int, store: str, environment: dict[str, str], pipe: Connection) -> None:
@@ -91,6 +94,8 @@ class Ranks:
 
     environment: ClassVar[dict[str, str]] = {}
     """What they find in theirs beside the test run's."""
+    imports: ClassVar[list[str]] = []
+    """What they need besides."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self.folder = folder
@@ -150,7 +155,8 @@ class Ranks:
         if self._ranks:
             return
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([name for name in SLOW_IMPORTS if name in sys.modules])
+        wanted = [name for name in SLOW_IMPORTS if name in sys.modules]
+        context.set_forkserver_preload([*NEEDED, *self.imports, *wanted])
         store = str(self.folder / f"store{self._starts}")
         self._starts += 1
         for rank in range(self.world_size):

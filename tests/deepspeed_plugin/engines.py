@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import warnings
@@ -11,11 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mechanic_plugins.core.tuner_state import SUMS
+
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed asks for each optimizer, by a new process
 
 MICRO_BATCH = 4
 
