@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from mechanic_plugins.core.param_state import ParamState
 from mechanic_plugins.kernels import addresses
 from mechanic_plugins.kernels.addresses import Addresses
-from mechanic_plugins.kernels.table import Table
+from mechanic_plugins.kernels.table import Mailbox, Table
+from mechanic_plugins.passes.kept import KeptState
 
 SHAPES = [(4, 6), (16,), (2, 3)]
 
@@ -83,3 +85,42 @@ def test_writing_into_the_weights_and_swapping_them_are_noticed() -> None:
     seen.append(found.version)
     assert len(set(seen)) == 4
     assert held(table.pointers)[0][0] == xs[0].data_ptr()
+
+
+def test_a_mailbox_brings_the_last_numbers_it_was_given() -> None:
+    target = torch.zeros(3, dtype=torch.int64)
+    mailbox = Mailbox(target)
+    for start in range(12):  # more often than it has boxes
+        numbers = [start, 2**62 + start, 0]
+        mailbox.send(numbers)
+        assert target.tolist() == numbers
+
+
+CHANGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "a moment is another": lambda state: state.update(exp_avg=state["exp_avg"].clone()),
+    "the step is another of the same value": lambda state: state.update(step=state["step"].clone()),
+    "delta is gone": lambda state: state.pop("delta"),
+    "delta has another shape": lambda state: state.update(delta=torch.zeros(7)),
+    "all are elsewhere": lambda state: [setattr(t, "data", t.data.clone()) for t in state.values()],
+}
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (1,), ()], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_state_that_is_no_longer_there_is_noticed(change: str, shape: tuple[int, ...]) -> None:
+    names = ("exp_avg", "exp_avg_sq", "step", "delta")
+    states = [{name: torch.ones(() if name == "step" else shape) for name in names} for _ in range(3)]
+    kept = KeptState(states, {name: [state[name] for state in states] for name in names})
+    assert kept.is_complete
+    assert kept.is_there()
+    states[0]["foreign"] = torch.zeros(2)  # which nobody has asked for
+    states[2]["exp_avg"].add_(1)
+    assert kept.is_there()
+    CHANGES[change](states[2])
+    assert not kept.is_there()
+
+
+def test_state_that_was_not_there_is_never_the_same() -> None:
+    kept = KeptState([None], {"delta": [None]})
+    assert not kept.is_complete
+    assert not kept.is_there()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,7 +60,6 @@ def is_linear_in_lr(base: Optimizer) -> bool:
     return is_kind_linear_in_lr(type(base))
 
 
-@functools.lru_cache(maxsize=64)  # asked in every step
 def is_kind_linear_in_lr(kind: type[Optimizer]) -> bool:
     """The same, asked of the class."""
     name = f"{kind.__module__}.{kind.__qualname__}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ __all__ = ["POINTERS", "Table", "Tiles"]
 POINTERS = 5
 """How many of the columns point to vectors: the first ones."""
 _KEPT_CONSTANTS = 32
+_BOXES = 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,35 @@ class Tiles:
     def of(self, part: IndexRange) -> tuple[int, int]:
         """The first block of a part, and the first one behind it."""
         return self.starts[part.first], self.starts[part.last]
+
+
+class Mailbox:
+    """Sends whole numbers to a tensor on a GPU, by pinned memory that is kept: to get some for each step takes longer.
+
+    What was sent lies there until the GPU has fetched it. A host that is far ahead waits.
+    """
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+        on_gpu = target.device.type == "cuda"
+        boxes = torch.empty(_BOXES, len(target), dtype=torch.int64, pin_memory=on_gpu).unbind()
+        self._boxes = itertools.cycle(
+            [(box, _memory_of(box), torch.cuda.Event() if on_gpu else None) for box in boxes]  # type: ignore[no-untyped-call]
+        )
+
+    def send(self, numbers: Sequence[int]) -> None:
+        """Returns before they have arrived; what is launched afterwards on this stream finds them there."""
+        box, memory, fetched = next(self._boxes)
+        if fetched is not None:
+            fetched.synchronize()
+        memory[:] = numbers
+        self._target.copy_(box, non_blocking=True)
+        if fetched is not None:
+            fetched.record()
+
+
+def _memory_of(box: Tensor) -> Any:
+    return (ctypes.c_int64 * len(box)).from_address(box.data_ptr())
 
 
 @dataclass
@@ -57,6 +89,8 @@ class Table:
     is_captured: bool = False
     """Whether a graph of somebody else's reads them."""
     constants: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
+    _mailbox: Mailbox | None = None
+    """To `gradients`."""
 
     def constant(self, numbers: tuple[float, ...]) -> Tensor:
         """Float64 numbers on the device, copied there once."""
@@ -86,12 +120,13 @@ class Table:
         is_another = not self.is_up_to_date() or (self.is_captured and (new_rows or new_gradients))
         if self.pointers is None or self.gradients is None or is_another:
             self.pointers, self.gradients = self._on_device(rows), self._on_device(_column(gradients))
-            self.is_captured = is_capturing(self.device)
+            self.is_captured, self._mailbox = is_capturing(self.device), None
         else:
             if new_rows:
                 self.pointers.copy_(self._pinned(rows), non_blocking=True)
             if new_gradients:
-                self.gradients.copy_(self._pinned(_column(gradients)), non_blocking=True)
+                self._mailbox = self._mailbox or Mailbox(self.gradients)
+                self._mailbox.send(gradients)
         self._rows, self._of_gradients = rows, gradients
 
     def _on_device(self, host: Tensor) -> Tensor:

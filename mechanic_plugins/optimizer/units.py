@@ -28,6 +28,7 @@ class Units:
 
     def __init__(self, base: Optimizer, settings: Settings) -> None:
         self.base, self.settings = base, settings
+        self._is_linear = known_bases.is_linear_in_lr(base)
 
     def resolve(self, progress: Progress) -> bool:
         """Fixes the unit at the first applied step with a learning rate above 0; False before that.
@@ -53,7 +54,7 @@ class Units:
 
     def of_delta(self, progress: Progress) -> float:
         """What one unit of delta is worth in the base's own updates."""
-        return (progress.unit or 1.0) if known_bases.is_linear_in_lr(self.base) else 1.0
+        return (progress.unit or 1.0) if self._is_linear else 1.0
 
     def constants(self, progress: Progress) -> Settings:
         """The settings, which are stated for a base lr of 1, in the units of delta."""

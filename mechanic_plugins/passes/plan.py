@@ -6,7 +6,6 @@ starts a handful of launches.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +19,7 @@ from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
 from mechanic_plugins.kernels.foreach import ForeachBatch
 from mechanic_plugins.kernels.triton_batch import TritonBatch
+from mechanic_plugins.passes.kept import KeptState
 
 __all__ = ["Closure", "Decision", "Entry", "Group", "ParamBatch", "Plan", "clip", "complete", "conform", "zeros_like"]
 
@@ -82,8 +82,8 @@ class ParamBatch:
         self.device: torch.device = first.param_state.x.device
         self.states: list[Any] = [base.state.get(p) for p in self.params]
         self.watched = [self._watched(state) for state in self.states]
-        self._kept = {name: [watched[name] for watched in self.watched] for name in self._names()}
-        self._is_complete = all(tensor is not None for tensors in self._kept.values() for tensor in tensors)
+        kept = {name: [watched[name] for watched in self.watched] for name in self._names()}
+        self._kept = KeptState(self.states, kept)
         self.tensors = self._tensor_batch([entry.param_state for entry in entries], by_kernels=by_kernels)
 
     def _tensor_batch(self, param_states: Sequence[ParamState], *, by_kernels: bool) -> TritonBatch | ForeachBatch:
@@ -98,15 +98,7 @@ class ParamBatch:
 
     def is_current(self) -> bool:
         """Whether the state is still where it was: a load, or a change of paths, puts other tensors there."""
-        if not self._is_complete:
-            return False
-        try:
-            return all(
-                all(map(operator.is_, map(operator.itemgetter(name), self.states), tensors))
-                for name, tensors in self._kept.items()
-            )
-        except KeyError:
-            return False
+        return self._kept.is_there()
 
     def refresh_pointers(self) -> bool:
         """Looks where weights and gradients are in this step; False where one is not like it was."""
@@ -151,7 +143,7 @@ class ParamBatch:
 
     def own_iterate(self, part: IndexRange, snapshot: Any) -> str | None:
         """See `known_bases.own_iterate`: looks only at parameters that have no delta yet."""
-        if self._is_complete:
+        if self._kept.is_complete:
             return None
         here = slice(part.first, part.last)
         states = [self.base.state.get(p) for p in self.params[here]]
@@ -180,7 +172,7 @@ class ParamBatch:
 
     def _complete(self, rows: ForeachBatch, part: IndexRange, olds: Sequence[Tensor]) -> None:
         """Makes deltas. Never before the base has its state: bases take an empty one for a new parameter."""
-        if self._is_complete:
+        if self._kept.is_complete:
             return
         for index, old in zip(range(part.first, part.last), olds, strict=True):
             if any(tensor is None for tensor in self.watched[index].values()):

@@ -70,9 +70,17 @@ def test_an_error_inside_the_base_brings_the_weights_back() -> None:
         assert all(map(torch.equal, a, b))
 
 
+def swap_memory(optimizer: torch.optim.Optimizer) -> None:
+    """As tools do that move an optimizer's state away for a while and back."""
+    for entries in optimizer.state.values():
+        for tensor in entries.values():
+            old, tensor.data = tensor.data, tensor.data.clone()
+            old.fill_(7.0)
+
+
 @pytest.mark.parametrize("backend", ["fused", "triton"])
 def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) -> None:
-    """New gradients at other addresses, other dtypes, state that was loaded, a parameter that joins: as by torch's."""
+    """Gradients at other addresses, other dtypes, loaded or swapped state, a parameter that joins: as by torch's."""
     ends = []
     for way in ("foreach", backend):
         torch.manual_seed(0)
@@ -88,6 +96,8 @@ def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) ->
                 optimizer.load_state_dict(saved)
             if step == 12:
                 params[0].data = params[0].data.to(torch.bfloat16).float()
+            if step == 14:
+                swap_memory(optimizer)
             optimizer.step()
         ends.append([p.detach() for p in params])
     for x, y in zip(*ends, strict=True):
