@@ -336,6 +336,7 @@ class Reference:
                 part.longest = part.longest * 10 if growth > 100 else max(0.999, growth) * part.longest
             self.skipped += 1
             return
+        grads = self.limit_growth(grads, longer)
         self.had_grad = [had or g is not None for had, g in zip(self.had_grad, grads, strict=True)]
         g = self.minimised_gradients(grads)
         u = self.base_update(grads)
@@ -364,6 +365,18 @@ class Reference:
             return list(grads)
         share = self.max_grad_norm / (self.grad_norm + 1e-6)  # torch.nn.utils.clip_grad_norm_ adds that too
         return [None if grad is None else share * grad.double() for grad in grads]
+
+    def limit_growth(self, grads: Sequence[Tensor | None], longer: list[float]) -> list[Tensor | None]:
+        """What SGD sees of a part is at most a quarter longer than the longest before it. Not at an lr of 0."""
+        seen = list(grads)
+        is_stepped = any(group["lr"] > 0 for group in self.base.param_groups)
+        for k, part in enumerate(self.parts):
+            if part.tuner.steps_grow and is_stepped and longer[k] > 1.25:
+                for i in part.indices:
+                    grad = seen[i]
+                    seen[i] = None if grad is None else 1.25 / longer[k] * grad.double()
+                longer[k] = 1.25
+        return seen
 
     def begin_anew(self, g: Tensors) -> None:
         """If the only gradient so far was a hundred times as long as this one, it was an outlier, and is forgotten."""

@@ -92,7 +92,15 @@ def test_the_tuner(rule: Any) -> None:
     names = ("sums", "old", "new", "betas", "constants", "counters", "new_counters", "scales", "lrs")
     types = {**dict.fromkeys(names, "*fp64"), "norm_high": "fp32", "norm_low": "fp32", "tuners": "i32"}
     variant = gpu_tuner._variant(Settings.from_preset(rule=rule, max_scale=1.0))
-    flags = {"FROZEN": False, "CLIPS": True, "CLIP_EPS": CLIP_EPS, "NUMBERS": 8, "n": 6, "N": 8}
+    flags = {
+        "FROZEN": False,
+        "CLIPS": True,
+        "LIMITS": rule == "optimistic",
+        "CLIP_EPS": CLIP_EPS,
+        "NUMBERS": 8,
+        "n": 6,
+        "N": 8,
+    }
     assert_compiles(tuner_kernel, types, {**variant, **flags})
 
 

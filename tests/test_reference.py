@@ -162,19 +162,20 @@ def test_decoupled_weight_decay_is_no_penalty() -> None:
 
 
 def test_the_optimistic_start_by_hand() -> None:
-    # x = (3, 4), of norm 5. Two gradients (0, 0.5): Delta = (0, -1). The third, of norm 1, is twice as long: the first
-    # move is 1e-3 * (1 + 5) / 1 / 2, of the third update alone. Then one of norm 101, an outlier: nothing happens.
+    # x = (3, 4), of norm 5. Two gradients (0, 0.5): Delta = (0, -1). The third, of norm 1, is twice as long: SGD sees a
+    # quarter more than before, 0.625, and the first move is 1e-3 * (1 + 5) / 1 / 1.25, of the third update alone. Then
+    # one of norm 101, an outlier: nothing happens. Another of them is taken for one of a quarter more than 6.25.
     reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,))
     for g in (0.5, 0.5, 1.0):
         assert reference.x[0].tolist() == [3.0, 4.0]
         reference.step([vector(0.0, g)])
-    assert reference.parts[0].tuner.s_init == pytest.approx(3e-3, rel=1e-15)
-    assert reference.x[0][1].item() == pytest.approx(4.0 - 3e-3 / 1.01 * 1.0, rel=1e-14)
+    assert reference.parts[0].tuner.s_init == pytest.approx(4.8e-3, rel=1e-15)
+    assert reference.x[0][1].item() == pytest.approx(4.0 - 4.8e-3 / 1.01 * 0.625, rel=1e-14)
     before = reference.x[0].tolist()
     reference.step([vector(0.0, 101.0)])
-    assert (reference.x[0].tolist(), reference.skipped, reference.parts[0].longest) == (before, 1, 10.0)
+    assert (reference.x[0].tolist(), reference.skipped, reference.parts[0].longest) == (before, 1, 6.25)
     reference.step([vector(0.0, 101.0)])
-    assert reference.skipped == 1
+    assert (reference.skipped, reference.parts[0].longest) == (1, 6.25 * 1.25)
     assert reference.x[0].tolist() != before
 
 

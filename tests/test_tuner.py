@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.core import rules, tuner, tuner_state
+from mechanic_plugins.core.gradients import GRADIENT_GROWTH, gradient_limit, limited
 from mechanic_plugins.core.settings import Rule, Settings
-from mechanic_plugins.core.tuner import advance, delta_factor, gradient_limit, noted, rescale_to_lr
+from mechanic_plugins.core.tuner import advance, delta_factor, noted, rescale_to_lr
 from mechanic_plugins.core.tuner_state import SCALARS, SUMS, Sums, TunerState, initial_state, keep_where
 
 RULES = get_args(Rule)
@@ -220,10 +221,20 @@ def test_an_outlier_is_skipped_a_few_times_and_then_taken() -> None:
     longest, norms = torch.tensor([[1.0]]).double(), torch.tensor(1e6).double()
     seen = []
     for _ in range(8):
-        is_outlier, longest = tuner.gradient_limit(longest, norms)
+        is_outlier, longest = gradient_limit(longest, norms)
         seen.append(bool(is_outlier))
     assert seen == [True] * 4 + [False] * 4
     assert longest.item() == 1e6
+
+
+def test_a_gradient_that_has_grown_is_taken_in_part() -> None:
+    """The first one, of a tuner that has seen none, is taken as it is."""
+    longest, norms = torch.tensor([[1.0], [0.0], [4.0]]).double(), torch.tensor([[50.0], [3.0], [4.0]]).double()
+    share = limited(longest, norms)
+    assert share.flatten().tolist() == pytest.approx([GRADIENT_GROWTH / 50, 1.0, 1.0])
+    outliers, longest = gradient_limit(longest, norms, share)
+    assert not outliers.any()
+    assert longest.flatten().tolist() == pytest.approx([GRADIENT_GROWTH, 3.0, 4.0])
 
 
 def test_a_bettor_with_a_short_memory_does_not_run_away_as_h_fades() -> None:

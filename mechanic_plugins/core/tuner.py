@@ -24,7 +24,8 @@ That is `rule="paper"`. The default, `rule="optimistic"`, differs in these ways,
   penalty (`Sums.dp`).
 - The first bet is placed after `START` gradients, not one, and is measured again as long as the updates grow. What was
   gathered before it is dropped.
-- A gradient `OUTLIER` times as long as any before it is skipped, like one that is not finite: `gradient_limit`.
+- A gradient a hundred times as long as any before it is skipped, like one that is not finite, and a base whose steps
+  grow with the gradient sees none that is much longer than any before: `mechanic_plugins.core.gradients`.
 
 Three options go beyond the paper with any rule: `smoothing` plays a log-average of S, with a `hindsight` below 1 the
 weights follow a change of S only in part (`delta_factor`), and `own_warmup` cancels a schedule's warm-up
@@ -43,24 +44,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mechanic_plugins.core.gradients import gradient_limit, limited
 from mechanic_plugins.core.rules import place_bets
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner_state import Sums, TunerState, clipped, gradient_count, keep_where
+from mechanic_plugins.core.tuner_state import (
+    Sums,
+    TunerState,
+    clipped,
+    gradient_count,
+    keep_where,
+    with_scaled_gradients,
+)
 
 __all__ = [
     "GROWTH",
     "HASTY_MOVE",
-    "OUTLIER",
     "START",
     "Outcome",
     "advance",
     "decide",
     "delta_factor",
-    "gradient_limit",
     "haste_of",
+    "limits_growth",
     "noted",
     "rescale_to_lr",
-    "was_outlier",
 ]
 
 START = 2
@@ -71,14 +78,12 @@ HASTY_MOVE = 6e-3
 """The optimistic rule smooths over as many steps as there were so far if the first move was so long, over twice as many
 if it was half as long, until `smoothing` limits it; over fewer where the run is short (`Settings.haste`). A scale that
 shoots up at first does lasting harm in a long run."""
-OUTLIER = 100.0
-"""The optimistic rule: a gradient that much longer than any before it is skipped."""
 
 
 class Outcome(NamedTuple):
     """What came of a step. `applied` is 0-dim, `delta_factor` of shape (tuners, 1).
 
-    `clip` is what the base's gradients are to be multiplied by, 0-dim; None for nothing.
+    `clip` is what the base's gradients are to be multiplied by, 0-dim or for each tuner; None for nothing.
     """
 
     state: TunerState
@@ -122,7 +127,12 @@ def decide(
     products, longest = Sums.of_vector(sums), state.longest
     is_outlier = torch.zeros_like(has_gradients)
     if settings.rule == "optimistic":
-        outliers, remembered = gradient_limit(state.longest, products.gg.sqrt())
+        norms, share = products.gg.sqrt(), None
+        if limits_growth(settings) and not hold:
+            share = limited(longest, norms)
+            clip = share[:, 0] if clip is None else share[:, 0] * clip
+            products = Sums.of_vector(with_scaled_gradients(sums, share))
+        outliers, remembered = gradient_limit(longest, norms, share)
         is_outlier, longest = has_gradients & outliers.any(), torch.where(has_gradients, remembered, longest)
     fits = finite & ~is_outlier
     applied = has_gradients & fits
@@ -172,21 +182,6 @@ def advance(state: TunerState, sums: Sums, *, settings: Settings, betas: Tensor,
     return TunerState(
         s, bets.r, bets.m, bets.v, bets.q, bets.w0, state.s_init, played, h, state.lr, gradients, state.longest
     )
-
-
-def gradient_limit(longest: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether a gradient is an outlier, and the longest one that is remembered after it.
-
-    The memory fades over a thousand steps. An outlier raises it tenfold: gradients that have really grown are skipped
-    a few times only.
-    """
-    is_outlier = (longest > 0) & (norm > OUTLIER * longest)
-    return is_outlier, torch.where(is_outlier, 10 * longest, torch.maximum(0.999 * longest, norm))
-
-
-def was_outlier(longest: Tensor, norm: Tensor) -> Tensor:
-    """Whether the longest gradient so far is an outlier beside this one."""
-    return (norm > 0) & (longest > OUTLIER * norm)
 
 
 def rescale_to_lr(state: TunerState, sums: Sums, lr: Tensor) -> tuple[TunerState, Sums, Tensor]:
@@ -285,6 +280,11 @@ def _next_played(state: TunerState, s: Tensor, settings: Settings) -> Tensor:
         c = torch.minimum(c, state.gradients / (state.gradients + haste_of(settings)))
     averaged = torch.exp(c * state.played.log() + (1 - c) * total.log())
     return torch.where(state.played > 0, averaged, total)
+
+
+def limits_growth(settings: Settings) -> bool:
+    """Whether the base sees only part of gradients that are much longer than any before."""
+    return settings.rule == "optimistic" and settings.steps == "growing"
 
 
 def haste_of(settings: Settings) -> float:

@@ -80,9 +80,12 @@ def gradient_norm(vector: Tensor) -> Tensor:
 
 
 def with_scaled_gradients(vector: Tensor, factor: Tensor) -> Tensor:
-    """The vector of a step whose gradients are all multiplied by `factor`: dg is linear in them, gg quadratic."""
+    """The vector of a step whose gradients are multiplied by `factor`: dg is linear in them, gg quadratic.
+
+    One factor for all, 0-dim, or one for each tuner, of shape (tuners, 1).
+    """
     one = torch.ones_like(factor)
-    powers = torch.stack([{"dg": factor, "gg": factor**2}.get(name, one) for name in SUMS])
+    powers = torch.cat([{"dg": factor, "gg": factor**2}.get(name, one).view(-1, 1) for name in SUMS], dim=1)
     return torch.cat([(vector[:-1].view(-1, len(SUMS)) * powers).flatten(), gradient_count(vector)])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core import rules, tuner
+from mechanic_plugins.core import gradients, rules, tuner
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner import Outcome
 from mechanic_plugins.core.tuner_state import CLIP_EPS, SCALARS, SUMS, TunerState, column
@@ -57,7 +57,7 @@ def decide(
     from mechanic_plugins.kernels.triton_tuner import tuner_kernel
 
     tuners, n = state.s.shape
-    width = _width(n)
+    width, limits = _width(n), tuner.limits_growth(settings) and not hold
     old = _packed(state)
     out = torch.empty(tuners * (width + _SCALES) + 2, dtype=torch.float64, device=sums.device)
     new, new_counters, scales = torch.split(out, [tuners * width, 2, tuners * _SCALES])
@@ -77,6 +77,7 @@ def decide(
             FROZEN=hold,
             CLIPS=max_grad_norm is not None and max_grad_norm < torch.finfo(torch.float32).max,
             CLIP_EPS=CLIP_EPS,
+            LIMITS=limits,
             NUMBERS=_power(tuners * len(SUMS) + 1),
             n=n,
             N=_power(n),
@@ -86,7 +87,7 @@ def decide(
     after, table = _state_of(new.view(tuners, width)), scales.view(tuners, _SCALES)
     if is_capturing(sums.device):
         after, new_counters = _written_over(state, counters, after, new_counters)
-    clip = None if max_grad_norm is None else table[0, 4]
+    clip = table[:, 4] if limits else None if max_grad_norm is None else table[0, 4]
     return Outcome(after, new_counters, table[0, 2], table[:, 3:4], clip), table
 
 
@@ -125,7 +126,8 @@ def _variant(settings: Settings) -> dict[str, Any]:
         "RELATIVE_EPS": rules.RELATIVE_EPS,
         "START": tuner.START,
         "GROWTH": tuner.GROWTH,
-        "OUTLIER": tuner.OUTLIER,
+        "OUTLIER": gradients.OUTLIER,
+        "GRADIENT_GROWTH": gradients.GRADIENT_GROWTH,
     }
 
 

@@ -10,17 +10,17 @@ import triton.language as tl
 def tuner_kernel(
     sums, old, new, betas, constants, counters, new_counters, scales, lrs, norm_high, norm_low, tuners,
     RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
-    HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
+    HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr, LIMITS: tl.constexpr,
     LOSS_WEIGHT: tl.constexpr, LONG_STEP: tl.constexpr, SIGNS: tl.constexpr,
     RECENT: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr, GROWTH: tl.constexpr, OUTLIER: tl.constexpr,
-    NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
+    GRADIENT_GROWTH: tl.constexpr, NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`rescale_to_lr` and `advance` of `mechanic_plugins.core.tuner`, a tuner a program, and whether the step is made.
 
     A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played, h, lr, gradients and longest. `lrs` has
     the base's lr of each tuner, `counters` steps and skipped. With CLIPS the gradients are taken for clipped to the
     norm that has its two halves. `scales` gets, for each tuner, before, after, whether the step is made, what delta and
-    the gradients are multiplied by, and the steps so far.
+    the gradients are multiplied by, and the steps so far. With LIMITS no gradient is much longer than any before it.
     """
     program = tl.program_id(0)
     every = tl.arange(0, NUMBERS)
@@ -51,6 +51,11 @@ def tuner_kernel(
     remembered = longest
     if RULE == 4:
         mine = (longest > 0) & (norm > OUTLIER * longest)
+        if LIMITS:
+            is_too_long = (longest > 0) & (norm > GRADIENT_GROWTH * longest)
+            share = tl.where(is_too_long, GRADIENT_GROWTH * longest / tl.where(norm > 0, norm, 1.0), 1.0)
+            clip = share * clip
+            norm = tl.where(is_outlier, norm, share * norm)
         remembered = tl.where(mine, 10.0 * longest, tl.maximum(0.999 * longest, norm))
     tl.store(new + 6 * n + 5, tl.where(has_gradients, remembered, longest))
     scales += program * 6

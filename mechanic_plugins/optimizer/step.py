@@ -19,8 +19,8 @@ from torch._compile import _disable_dynamo
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.gradients import was_outlier
 from mechanic_plugins.core.param_state import DELTA, REF, ParamState
-from mechanic_plugins.core.tuner import was_outlier
 from mechanic_plugins.core.tuner_state import Sums, clipped, initial_state
 from mechanic_plugins.distributed.engines import refuse_unattached
 from mechanic_plugins.distributed.reduction import Identity

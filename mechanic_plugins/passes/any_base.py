@@ -93,10 +93,14 @@ class AnyBasePlan(Plan):
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
         chunks, scales = self._chunks_for_step(), decision.scales()
-        inside = self._clip(decision.clip)
         for batch in self.batches:
             batch.begin_moves([part for chunk in chunks for other, part in chunk.parts if other is batch])
-        with at_lrs(self.base, self._lrs(unit)), skipping(self.base, decision), _clipping(self.base, inside):
+        with (
+            at_lrs(self.base, self._lrs(unit)),
+            skipping(self.base, decision),
+            self._clipped(decision.clip) as inside,
+            _clipping(self.base, inside),
+        ):
             if len(chunks) == 1:
                 result = self._apply_one(chunks[0], started, scales, closure)
             else:  # torch's own bases do nothing with a closure but to return its loss, which the caller has
@@ -111,15 +115,30 @@ class AnyBasePlan(Plan):
         """For an update of order 1, which keeps its digits when read off the weights."""
         return () if unit == 1.0 else [group["lr"] / unit for group in self.base.param_groups]
 
-    def _clip(self, factor: Tensor | None) -> float | None:
-        """Multiplies the gradients, or returns the factor where the base's kernel does so while it reads them."""
+    @contextmanager
+    def _clipped(self, factor: Tensor | None) -> Iterator[float | None]:
+        """Multiplies the gradients, or yields the factor where the base's kernel does so while it reads them.
+
+        After an error they are as before, so that the step can be made again; not on a GPU, where nobody knows whether
+        the factor is 1, and a copy of them would be needed in every step.
+        """
+        one_for_all = factor is not None and factor.numel() == 1 and factor.device.type == "cpu"
         if factor is None:
-            return None
-        if factor.device.type == "cpu" and factor < 1 and self._fuses_on_cpu() and self._is_in_float32():
-            return factor.item()
-        for batch in self.batches:
-            clip(batch.grads(), factor)
-        return None
+            yield None
+        elif one_for_all and factor < 1 and self._fuses_on_cpu() and self._is_in_float32():
+            yield factor.item()
+        else:
+            changes = factor.device.type == "cpu" and bool((factor < 1).any())
+            grads = [grad for batch in self.batches for grad in batch.grads() if grad is not None]
+            before = [grad.clone() for grad in grads] if changes else []
+            for batch in self.batches:
+                clip(batch.grads(), factor[batch.tuner_index] if factor.dim() else factor)
+            try:
+                yield None
+            except BaseException:
+                for grad, old in zip(grads, before, strict=False):
+                    grad.copy_(old)
+                raise
 
     def _is_in_float32(self) -> bool:
         """The kernels' own factor is."""

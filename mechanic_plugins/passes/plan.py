@@ -44,8 +44,9 @@ class Entry(NamedTuple):
 class Decision(NamedTuple):
     """What a step will do: whether it is made, and for each tuner the scale that was and will be played.
 
-    `delta_factor` multiplies delta, so that only part of it, or none, is re-applied at the new scale. `clip`, 0-dim,
-    multiplies the gradients that the base sees; None leaves them as they are. `step`, 0-dim, counts the steps made.
+    `delta_factor` multiplies delta, so that only part of it, or none, is re-applied at the new scale. `clip`, 0-dim or
+    for each tuner, multiplies the gradients that the base sees; None leaves them as they are. `step`, 0-dim, counts the
+    steps made.
     """
 
     applied: bool | Tensor
