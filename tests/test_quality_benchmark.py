@@ -26,6 +26,7 @@ ONE_OF_EACH_FAMILY = {
     "collapse": "collapse, lion, decay 0.1, constant",
     "images": "digits, sgd",
     "ResNet-18": "ResNet-18, sgd",
+    "VGG": "VGG, sgd",
     "ViT": "ViT, adamw",
     "diffusion": "diffusion, adamw",
     "language": "sources, adamw, 3000 steps",

@@ -161,6 +161,31 @@ def test_a_base_whose_first_updates_are_next_to_nothing_trains() -> None:
 
 
 @pytest.mark.slow
+def test_a_network_without_normalisation_survives_the_end_of_its_plateau() -> None:
+    """A gradient ten times as long as any before it, at an lr that was learned on the plateau: SGD never came back.
+
+    Of a sweep in half decades, one learning rate trains it.
+    """
+    datasets = pytest.importorskip("sklearn.datasets")
+    digits = datasets.load_digits()
+    x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    torch.manual_seed(4)
+    layers = [nn.Linear(64, 128), nn.ReLU()]
+    for _ in range(6):
+        layers += [nn.Linear(128, 128), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(128, 10))
+    optimizer = mechanize(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, weight_decay=5e-4))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 600)
+    for _ in range(600):
+        rows = torch.randint(1437, (64,))
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        schedule.step()
+    assert nn.functional.cross_entropy(model(x[:1437]), y[:1437]).item() < 1.0  # on the plateau 2.3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_constant", [False, True], ids=["cosine", "constant"])
 def test_a_loss_that_comes_near_zero_does_not_destroy_the_run(is_constant: bool) -> None:
     """The scale ran away once everything was fitted: the test accuracy of digits fell from 91% to 9%."""

@@ -57,7 +57,8 @@ def test_tuner_equals_torchs(rule: str, options: dict[str, Any]) -> None:
         by_kernel, scales = gpu_tuner.decide(kernel, vector, counters, lrs=lrs, constants=constants, **shared)
         plain, counted, kernel, counters = by_torch.state, by_torch.counters, by_kernel.state, by_kernel.counters
         applied = by_torch.applied.double().expand_as(before)
-        clip, steps = torch.ones_like(before), counted[0].expand_as(before)
+        clip = torch.ones_like(before) if by_torch.clip is None else by_torch.clip.unsqueeze(1)
+        steps = counted[0].expand_as(before)
         expected = torch.cat([before, plain.played, applied, by_torch.delta_factor, clip, steps], dim=1)
         torch.testing.assert_close(scales, expected, rtol=1e-11, atol=0)
         is_skipped = step == 6 or (step == 10 and rule == "optimistic")

@@ -27,7 +27,7 @@ FAMILIES: dict[Size, tuple[str, ...]] = {
         "warm-ups",
         "trends",
     ),
-    "gpu": ("ResNet-18", "ViT", "diffusion", "GPT", "GPT-2", "GPT tuned", "GPT with LoRA", "trends"),
+    "gpu": ("ResNet-18", "VGG", "ViT", "diffusion", "GPT", "GPT-2", "GPT tuned", "GPT with LoRA", "trends"),
 }
 """What there is at each size; "smoke" has all of them."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "MLP", "LastByte", "MLPs", "ResNet", "UNet", "ViT", "add_lora"]
+__all__ = ["GPT", "MLP", "VGG", "LastByte", "MLPs", "ResNet", "UNet", "ViT", "add_lora"]
 
 
 class MLP(nn.Sequential):
@@ -58,6 +58,23 @@ class _Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         return F.relu(h + self.skip(x))
+
+
+class VGG(nn.Module):
+    """Convolutions one after the other, without normalisation, as torch initialises them: it starts on a plateau."""
+
+    def __init__(self, channels: int, pixels: int, classes: int, *, widths: Sequence[int], dropout: float) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for width in widths:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
+            layers += [nn.ReLU(), nn.MaxPool2d(2)]
+            channels, pixels = width, pixels // 2
+        layers += [nn.Flatten(), nn.Dropout(dropout), nn.Linear(channels * pixels**2, channels), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(channels, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
 
 
 class ResNet(nn.Module):

@@ -1,4 +1,4 @@
-"""Pictures: small ResNets, ResNet-18 and a ViT that see every picture cropped and flipped, and a diffusion model."""
+"""Pictures: small ResNets, ResNet-18, a VGG and a ViT that see every picture cropped and flipped; a diffusion model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _crop_and_flip(pictures: Tensor, rows: Tensor, generator: torch.Generator) -
 def _classes(
     folder: Path | None,
     name: str,
-    network: Literal["resnet", "vit"],
+    network: Literal["resnet", "vgg", "vit"],
     shape: dict[str, Any],
     batch: int,
     seeds: Sequence[int],
@@ -85,6 +85,8 @@ def _classes(
     if network == "resnet":
         layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         model = models.ResNet(channels, 10, **shape).to(device, memory_format=layout)
+    elif network == "vgg":
+        model = models.VGG(channels, pixels, 10, **shape).to(device)
     else:
         model = models.ViT(channels, pixels, 10, **shape).to(device)
     return supervised(model, (x, y, x_test, y_test), batch=batch, seed=seeds[0], augment=augment)
@@ -110,16 +112,21 @@ def _large_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     """CIFAR-10 as it is usually trained: 30 epochs of 20,000 pictures."""
     name, batch, steps = "cifar10_20k", 128, 4700
     resnet: dict[str, Any] = {"width": 64, "blocks": (2, 2, 2, 2)}
+    vgg: dict[str, Any] = {"widths": (64, 128, 256), "dropout": 0.3}
     vit = {"width": 192, "layers": 6, "patch": 4}
     if size == "smoke":
         name, batch, steps = "digits", 32, 40
         resnet, vit = {"width": 4, "blocks": (1, 1)}, {"width": 16, "layers": 1, "patch": 2}
+        vgg = {"widths": (8,), "dropout": 0.3}
     row = functools.partial(Problem, steps=steps, measure="test_error", bf16=True)
     build = functools.partial(_classes, folder, name, "resnet", resnet, batch, augment=True)
     sgd, adamw = half_decades(1e-2, 1), half_decades(3e-4, 1e-2)
     nesterov = {"nesterov": True}
     yield row("ResNet-18, sgd", "ResNet-18", "sgd", sgd, build=build, weight_decay=5e-4, base_options=nesterov)
     yield row("ResNet-18, adamw", "ResNet-18", "adamw", adamw, build=build, weight_decay=0.05)
+    build = functools.partial(_classes, folder, name, "vgg", vgg, batch, augment=True)
+    lrs = half_decades(3e-3, 1e-1)
+    yield row("VGG, sgd", "VGG", "sgd", lrs, build=build, weight_decay=5e-4, base_options=nesterov)
     build = functools.partial(_classes, folder, name, "vit", vit, batch, augment=True)
     yield row("ViT, adamw", "ViT", "adamw", half_decades(1e-4, 1e-2), build=build, weight_decay=0.05, clip=1.0)
 
