@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import IndexRange
-from mechanic_plugins.kernels.cuda import is_capturing
+from mechanic_plugins.kernels.cuda import is_capturing, on
 
-__all__ = ["POINTERS", "Table", "Tiles"]
+__all__ = ["POINTERS", "Mailbox", "Table", "Tiles"]
 
 POINTERS = 5
 """How many of the columns point to vectors: the first ones."""
@@ -58,9 +58,10 @@ class Mailbox:
         if fetched is not None:
             fetched.synchronize()
         memory[:] = numbers
-        self._target.copy_(box, non_blocking=True)
-        if fetched is not None:
-            fetched.record()
+        with on(self._target.device):  # an event is recorded on the current GPU
+            self._target.copy_(box, non_blocking=True)
+            if fetched is not None:
+                fetched.record()
 
 
 def _memory_of(box: Tensor) -> Any:
