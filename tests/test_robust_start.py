@@ -160,15 +160,18 @@ def test_a_base_whose_first_updates_are_next_to_nothing_trains() -> None:
     assert small <= 1.05 * losses("AdamW")["undisturbed"][0]
 
 
+def digits() -> tuple[Tensor, Tensor]:
+    found = pytest.importorskip("sklearn.datasets").load_digits()
+    return torch.tensor(found.data / 16, dtype=torch.float32), torch.tensor(found.target)
+
+
 @pytest.mark.slow
 def test_a_network_without_normalisation_survives_the_end_of_its_plateau() -> None:
     """A gradient ten times as long as any before it, at an lr that was learned on the plateau: SGD never came back.
 
     Of a sweep in half decades, one learning rate trains it.
     """
-    datasets = pytest.importorskip("sklearn.datasets")
-    digits = datasets.load_digits()
-    x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    x, y = digits()
     torch.manual_seed(4)
     layers = [nn.Linear(64, 128), nn.ReLU()]
     for _ in range(6):
@@ -189,9 +192,7 @@ def test_a_network_without_normalisation_survives_the_end_of_its_plateau() -> No
 @pytest.mark.parametrize("is_constant", [False, True], ids=["cosine", "constant"])
 def test_a_loss_that_comes_near_zero_does_not_destroy_the_run(is_constant: bool) -> None:
     """The scale ran away once everything was fitted: the test accuracy of digits fell from 91% to 9%."""
-    datasets = pytest.importorskip("sklearn.datasets")
-    digits = datasets.load_digits()
-    x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    x, y = digits()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = mechanize(torch.optim.AdamW(model.parameters()))

@@ -22,6 +22,7 @@ POINTERS = 5
 """How many of the columns point to vectors: the first ones."""
 _KEPT_CONSTANTS = 32
 _BOXES = 4
+"""How many steps a host may be ahead of the GPU that fetches what it sent."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ class MechanicOptimizer(Scheduled):
         """Algorithm 1. A step whose gradient is not finite, or an outlier, or not there at all, changes nothing.
 
         With `max_grad_norm` base and tuner see the gradients clipped, as if `torch.nn.utils.clip_grad_norm_` had come
-        before. The gradients themselves are left in either state: the step scales them in place where it has to.
+        before; so does SGD where gradients grow fast (`mechanic_plugins.core.gradients`). The gradients themselves are
+        left in either state: the step scales them in place where it has to.
 
         A parameter without a gradient still follows the scale, unless its `requires_grad` is False. At a learning rate
         of 0 in every group the weights and the scale stay where they are.

@@ -12,14 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mechanic_plugins.core.tuner_state import SUMS
-
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed asks for each optimizer, by a new process
 
 MICRO_BATCH = 4
 
@@ -159,9 +156,18 @@ def config_of(case: Case, world_size: int) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def ask_for_the_cpu_once() -> None:
+    """DeepSpeed asks for each optimizer, by a process of its own."""
+    import cpuinfo
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+
+
 def start(rank: int) -> None:
     """DeepSpeed's own start, on top of the process group that this rank has."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
+    ask_for_the_cpu_once()
     import deepspeed
     from deepspeed.runtime import torch_autocast
 
