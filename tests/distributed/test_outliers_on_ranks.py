@@ -10,6 +10,8 @@ from comparing import assert_all_close
 from ranks import Ranks
 from setups import Run
 
+from mechanic_plugins.core import gradients
+
 STEPS = 9
 FACTORS = {"first": {0: 1e4}, "in mid-run": {5: 1e4}, "both": {0: 1e4, 5: 1e6}}
 
@@ -46,6 +48,20 @@ def test_ranks_drop_an_outlier_as_one_process_does(
     assert expected["tuner"]["steps"] == STEPS - len(factors)
     assert all(result["skipped"] == expected["skipped"] for result in results)
     assert_all_close(results, expected, tolerance=1e-12)
+
+
+@pytest.mark.parametrize(("name", "world"), SPREAD, ids=str)
+def test_sgd_sees_a_gradient_that_has_grown_as_on_one_process(
+    ranks: Callable[[int], Ranks], name: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = {5: 50.0}  # not an outlier yet
+    expected = train(0, "alone", "sgd", factors)
+    results = ranks(world)(train, name, "sgd", factors)
+    assert (expected["skipped"], expected["tuner"]["steps"]) == (0, STEPS)
+    assert_all_close(results, expected, tolerance=1e-12)
+    monkeypatch.setattr(gradients, "GRADIENT_GROWTH", 1e9)
+    with pytest.raises(AssertionError):  # without the limit it is another run
+        assert_all_close([train(0, "alone", "sgd", factors)], expected, tolerance=1e-3)
 
 
 def train_resumed(rank: int, stop: int) -> list[Any]:
