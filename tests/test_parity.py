@@ -21,7 +21,7 @@ from mechanic_plugins.lion import Lion as PackagesLion
 STEPS = 300  # of one base; longer than any window or memory that a rule has
 BASES = {row.name: row for row in OPTIMIZERS}
 FOLLOWED_LONG = "AdamW"
-USUAL = 60  # beyond the 16 in which the smoothing's window grows, and what is a base's or a rule's own comes up before
+USUAL = 40  # beyond the 16 in which the smoothing's window grows, and what is a base's or a rule's own comes up before
 
 # Seen: 2e-14 at most (median 2e-15), over 300 steps in which each side computes its gradients at its own weights; ten
 # times that is allowed. It takes problems on which rounding does not grow: with a tenth of the noise on the quadratic
@@ -270,7 +270,7 @@ def test_the_base_lr_does_not_matter(row: Row, lr: float) -> None:
     lr 1e-6 that carries the rounding of the weights, 4e-16, in units of 1e-6, and more with each step.
     """
     problem = PROBLEMS["quadratic"]
-    steps = USUAL // 2 if row.cls is Lion else USUAL
+    steps = 30 if row.cls is Lion else USUAL
     seen = follow(Package(problem.start, lambda x: row.build(x, lr=lr)), problem.gradient, steps=steps)
     c = lr / row.kwargs["lr"]
     scaled = Trace(s=seen.s * c, r=seen.r, m=seen.m / c, v=seen.v / c**2, x=seen.x)
@@ -290,6 +290,7 @@ class Option:
     start: Sequence[Tensor] = tuple(PROBLEMS["mlp"].start)
     grown: float = 5.0
     rules: Sequence[str] = RULES
+    steps: int = USUAL
 
     def __str__(self) -> str:
         return self.name
@@ -356,7 +357,7 @@ OPTIONS = [
     Option("constants", {"betas": (0.5, 0.97, 1.0), "eps": 1e-3, "s_decay": 0.3, "s_init": 1e-4}, grown=2.0),
     Option("literal-constants", {"normalize_lr": False}, functools.partial(adamw, lr=0.01)),
     Option("scope-group", {"scope": "group"}, two_groups),
-    Option("warm-up", {"own_warmup": False}, functools.partial(adamw, lr=0.0), warm_up, grown=4.0),
+    Option("warm-up", {"own_warmup": False}, functools.partial(adamw, lr=0.0), warm_up, grown=4.0, steps=60),
     Option("warm-up-scheduled", {"s_init": 1e-4}, functools.partial(adamw, lr=0.0), scheduled_warm_up, grown=2.0),
     # The scale falls as the lr rises: what has grown a hundredfold is their product.
     Option("own-warm-up", {"own_warmup": True}, functools.partial(adamw, lr=0.0), warm_up, rules=NOT_THEORY, grown=1.4),
@@ -367,6 +368,7 @@ OPTIONS = [
         warm_up,
         rules=OURS_AND_OPTAX,
         grown=1.4,
+        steps=60,
     ),
     Option("lambda", {"s_decay": 0.01}, rules=OURS),
     Option("group-lrs", {}, two_groups, rules=OURS),
@@ -391,7 +393,7 @@ def test_options(option: Option, rule: str) -> None:
         follow(
             cls(option.start, option.build, **{**options(rule), **option.settings}),
             option.gradient,
-            steps=USUAL,
+            steps=option.steps,
             schedule=option.schedule,
         )
         for cls in (Package, Reference)

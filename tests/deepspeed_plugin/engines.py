@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mechanic_plugins.core.tuner_state import SUMS
 
 MICRO_BATCH = 4
+SPIKE = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Case:
     warmup: int = 0
     global_micro_batch: int = 8
     seed: int = 0
+    spike: float = 1.0
+    """How much larger the targets of step `SPIKE` are."""
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -46,6 +49,7 @@ class Case:
         words = [f"zero{self.stage}", self.base]
         words += [f"clip{self.clip}"] * (self.clip > 0) + [f"accumulate{self.accumulation}"] * (self.accumulation > 1)
         words += [f"groups{self.param_groups}"] * (self.param_groups > 1) + [f"warmup{self.warmup}"] * (self.warmup > 0)
+        words += ["spike"] * (self.spike != 1)
         words += [*(k for k in self.config if k != "zero_force_ds_cpu_optimizer"), *self.zero, *self.options]
         return "-".join(words)
 
@@ -92,7 +96,7 @@ def batches(case: Case, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     target = torch.randn(5, 3, generator=torch.Generator().manual_seed(99))
     for _ in range(case.accumulation):
         x = torch.randn(case.global_micro_batch, 5, generator=generator)
-        yield x, torch.sin(x @ target)
+        yield x, torch.sin(x @ target) * (case.spike if step == SPIKE else 1.0)
 
 
 def loss_of(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ import pytest
 from engines import Case
 from ranks import Ranks
 
+from mechanic_plugins.core import gradients
+
 Engines = Callable[[int], Ranks]
 
 CPU = {"device": "cpu"}
@@ -102,6 +104,17 @@ def test_offloaded(engines: Engines, case: Case) -> None:
 @pytest.mark.parametrize("case", VARIANTS, ids=Case.id)
 def test_variants(engines: Engines, case: Case) -> None:
     check(engines, 2, case)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sgd_sees_a_gradient_that_has_grown_as_in_one_process(
+    engines: Engines, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(steps=12, stage=stage, spike=10.0, **SGD)
+    check(engines, 2, case)
+    limited = on_rank.plain_run(case)
+    monkeypatch.setattr(gradients, "GRADIENT_GROWTH", 1e9)
+    assert distance(on_rank.plain_run(case)["weights"], limited["weights"]) > 1e-3, "without the limit it is as good"
 
 
 @pytest.mark.slow

@@ -263,23 +263,12 @@ LAUNCH += "--mixed_precision=no --dynamo_backend=no"
 
 
 @pytest.mark.slow
-def test_a_launcher_as_the_target_of_a_probe(run: Runner, tmp_path: Path) -> None:
-    """Others are the targets with the Trainer above, and with DeepSpeed below."""
+def test_a_launcher_as_the_target_of_a_replacement(run: Runner, tmp_path: Path) -> None:
+    """Others are the targets of a probe: with the Trainer above, and with DeepSpeed below."""
     (tmp_path / "train.py").write_text(ACCELERATE)
-    done = run("--probe", "30", *LAUNCH.split(), "train.py")
+    done = run("--replace", "torch.optim.AdamW", *LAUNCH.split(), "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ranks 2") == 2
-    assert done.stdout.count("Mechanic around AdamW, 30 steps.") == 1
-    assert done.stderr.count("is mechanized.") == 1
-    assert "ended" not in done.stdout
-
-
-@pytest.mark.slow
-def test_a_launcher_as_the_target_of_a_replacement(run: Runner, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(ACCELERATE)
-    words = "--replace torch.optim.AdamW torchrun --standalone --nproc-per-node=2 train.py"
-    done = run(*words.split())
-    assert done.returncode == 0, done.stderr
     assert done.stderr.count("is mechanized.") == 1
     assert done.stderr.count("AdamW: Mechanic learned a peak learning rate of") == 1
     assert done.stdout.count("ended") == 2
