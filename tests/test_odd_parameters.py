@@ -53,6 +53,30 @@ def test_a_parameter_without_a_gradient_follows_the_scale_and_nothing_else() -> 
     torch.testing.assert_close(last, x0 + opt.scale * opt.state[last][DELTA], rtol=1e-12, atol=1e-14)
 
 
+DROPPED: dict[str, Callable[[Any, Tensor], object]] = {
+    "emptied": lambda state, p: state[p].clear(),
+    "replaced": lambda state, p: state.update({p: {}}),
+    "deleted": lambda state, p: state.pop(p),
+}
+
+
+@pytest.mark.parametrize("base", [ADAMW, torch.optim.SGD, torch.optim.RMSprop, Lion])
+def test_a_parameter_whose_state_was_dropped_begins_anew(base: Build) -> None:
+    """As people do who reset part of a network. It went on with the old delta, which no checkpoint had any more."""
+    ends = []
+    for drop in DROPPED.values():
+        model = perceptron()
+        opt = mechanize(base(model.parameters()))
+        train(model, opt, 8)
+        drop(opt.state, model[0].weight)
+        train(model, opt, 3)
+        ends.append(everything(opt))
+        assert DELTA in opt.state[model[0].weight]
+        opt.load_state_dict(opt.state_dict())
+    assert not differences(ends[0], ends[1])
+    assert not differences(ends[0], ends[2])
+
+
 def test_frozen_parameters_cost_nothing() -> None:
     model = perceptron()
     model[0].requires_grad_(False)

@@ -33,7 +33,7 @@ from mechanic_plugins.distributed.sharding import local, with_real_tensors
 from mechanic_plugins.optimizer.delegate import Delegate, Group
 from mechanic_plugins.optimizer.skips import Skips
 from mechanic_plugins.optimizer.units import Units
-from mechanic_plugins.passes.plan import zeros_like
+from mechanic_plugins.passes.deltas import zeros_like
 from mechanic_plugins.passes.planner import Backend, check_backend
 
 __all__ = ["StateDict", "Wrapper"]

@@ -38,7 +38,8 @@ from mechanic_plugins.optimizer.overlaps import refuse_overlaps
 from mechanic_plugins.optimizer.recording import Recorder, Recording
 from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
 from mechanic_plugins.optimizer.schedulers import Scheduled
-from mechanic_plugins.passes.plan import Closure, Decision, Entry, Plan, complete, conform
+from mechanic_plugins.passes.deltas import complete, conform
+from mechanic_plugins.passes.plan import Closure, Decision, Entry, Plan
 from mechanic_plugins.passes.planner import Passes
 
 __all__ = ["MechanicOptimizer"]

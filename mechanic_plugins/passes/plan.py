@@ -6,7 +6,8 @@ starts a handful of launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,14 +15,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
-from mechanic_plugins.core.param_state import DELTA, REF, IndexRange, ParamState, delta_dtype, needs_reference
+from mechanic_plugins.core.param_state import DELTA, REF, IndexRange, ParamState, needs_reference
 from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
 from mechanic_plugins.kernels.foreach import ForeachBatch
 from mechanic_plugins.kernels.triton_batch import TritonBatch
+from mechanic_plugins.passes.deltas import complete
 from mechanic_plugins.passes.kept import KeptState
 
-__all__ = ["Closure", "Decision", "Entry", "Group", "ParamBatch", "Plan", "clip", "complete", "conform", "zeros_like"]
+__all__ = ["Closure", "Decision", "Entry", "Group", "ParamBatch", "Plan", "clip"]
 
 Closure = Callable[[], Any]
 Group = dict[str, Any]
@@ -182,6 +184,10 @@ class ParamBatch:
                 rows.deltas[index], rows.refs[index] = (local(self.base.state[p].get(name)) for name in (DELTA, REF))
 
 
+def _are_the_same(these: Collection[object], those: Collection[object]) -> bool:
+    return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
 def clip(grads: Sequence[Tensor | None], factor: Tensor) -> None:
     """Multiplies gradients of one device in place, as torch.nn.utils.clip_grad_norm_ does."""
     present = [grad for grad in grads if grad is not None]
@@ -196,53 +202,6 @@ def clip(grads: Sequence[Tensor | None], factor: Tensor) -> None:
             grad.copy_(grad.to(torch.promote_types(grad.dtype, torch.float32)).mul_(factor.to(grad.device)))
 
 
-def complete(base: Optimizer, p: Tensor, old: Tensor, wanted: torch.dtype | None) -> None:
-    """Gives a parameter the delta, and the reference, that it has not yet; `old` is what the reference is to hold."""
-    state = base.state[p]
-    if DELTA not in state:
-        state[DELTA] = zeros_like(p, wanted)
-    if REF not in state and needs_reference(p.dtype):
-        state[REF] = torch.empty_like(p, requires_grad=False)
-        local(state[REF]).copy_(old)
-
-
-def conform(base: Optimizer, p: Tensor, wanted: torch.dtype | None) -> None:
-    """Has the state lie in memory as the parameter does, whose memory format or dtype somebody may have changed.
-
-    Kernels walk both as flat memory. Quantized moments, which are no plain floating tensors, are left alone.
-    """
-    state = base.state.get(p)
-    if not state:
-        return
-    if REF in state and not needs_reference(p.dtype):
-        del state[REF]
-    ours = {DELTA: delta_dtype(p.dtype, wanted), REF: p.dtype}
-    for name, kept in state.items():
-        if _is_like(kept, p):
-            state[name] = _laid_out_like(p, kept, ours.get(name, kept.dtype))
-
-
-def _is_like(kept: object, p: Tensor) -> bool:
-    if not isinstance(kept, Tensor) or kept.shape != p.shape or type(local(kept)) not in (Tensor, torch.nn.Parameter):
-        return False
-    return kept.is_floating_point() or kept.is_complex()
-
-
-def _laid_out_like(p: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
-    if kept.dtype == dtype and local(kept).stride() == local(p).stride():
-        return kept
-    twin = torch.empty_like(p, dtype=dtype, device=kept.device, requires_grad=False)
-    if kept.dtype == dtype and local(kept).stride() == local(twin).stride():
-        return kept  # the parameter has gaps, which the state has not
-    local(twin).copy_(local(kept))
-    return twin
-
-
-def zeros_like(p: Tensor, wanted: torch.dtype | None) -> Tensor:
-    """A new delta, of the parameter's own tensor type."""
-    return torch.zeros_like(p, dtype=delta_dtype(p.dtype, wanted), requires_grad=False)
-
-
 class Plan:
     """The batches of one optimizer, good as long as its parameters and their state stay the same."""
 
@@ -254,17 +213,22 @@ class Plan:
         every = [p for group in base.param_groups for p in group["params"]]
         self._outsiders = [p for p in every if id(p) not in inside]
         """Parameters that never had a gradient: the first one they get ends the plan."""
-        self._state, self._groups = base.state, list(base.param_groups)
+        self._state, self._states = base.state, list(base.state.values())
+        self._groups = list(base.param_groups)
         self._count = len(every)
 
     def is_current(self) -> bool:
         """Whether this step can follow the plan, if its parameters are the same; reads the addresses it needs."""
         return (
-            self._state is self.base.state
-            and list(map(id, self._groups)) == list(map(id, self.base.param_groups))
+            self.has_same_groups()
+            and _are_the_same(self._states, self._state.values())
             and all(p.grad is None for p in self._outsiders)
             and all(batch.is_current() and batch.refresh_pointers() for batch in self.batches)
         )
+
+    def has_same_groups(self) -> bool:
+        """And the base's state is the same dict: a load puts another there."""
+        return self._state is self.base.state and _are_the_same(self._groups, self.base.param_groups)
 
     def has_every_gradient(self) -> bool:
         """Whether all parameters have one in this step, as `is_current` has found it."""

@@ -23,8 +23,9 @@ from mechanic_plugins.kernels.table import Table
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.passes import fused
 from mechanic_plugins.passes.any_base import AnyBasePlan
+from mechanic_plugins.passes.deltas import complete
 from mechanic_plugins.passes.fused import FusedBatch, FusedPlan
-from mechanic_plugins.passes.plan import Closure, Decision, Entry, ParamBatch, Plan, complete
+from mechanic_plugins.passes.plan import Closure, Decision, Entry, ParamBatch, Plan
 from mechanic_plugins.passes.twins import batch_for
 
 __all__ = ["Backend", "Passes", "check_backend"]

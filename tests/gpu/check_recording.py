@@ -125,6 +125,10 @@ def swap_a_moment(run: Run) -> None:
         state[name] = kept.clone()
 
 
+def drop_a_state(run: Run) -> None:
+    del run.optimizer.state[run.net[3].weight]
+
+
 def without_a_gradient(run: Run) -> None:
     for index in range(6):
         run.net[5].requires_grad_(index % 2 == 0)
@@ -178,6 +182,7 @@ CHANGES: list[Change | None] = [
     write_into_the_weights,
     swap_the_weights,
     swap_a_moment,
+    drop_a_state,
     without_a_gradient,
     keep_gradients,
     not_a_number,

@@ -80,14 +80,14 @@ def swap_memory(optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("backend", ["fused", "triton"])
 def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) -> None:
-    """Gradients at other addresses, other dtypes, loaded or swapped state, a parameter that joins: as by torch's."""
+    """Gradients at other addresses, other dtypes, state that was loaded, swapped or dropped, a parameter that joins."""
     ends = []
     for way in ("foreach", backend):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(5))]
         optimizer = mechanize(BASES["adamw"](params), s_init=1e-3, backend=way)
         saved: Any = None
-        for step in range(16):
+        for step in range(17):
             for p in params[: 2 + (step > 9)]:
                 p.grad = (p.detach() - 1).clone()
             if step == 5:
@@ -98,6 +98,8 @@ def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) ->
                 params[0].data = params[0].data.to(torch.bfloat16).float()
             if step == 14:
                 swap_memory(optimizer)
+            if step == 15:
+                del optimizer.state[params[1]]
             optimizer.step()
         ends.append([p.detach() for p in params])
     for x, y in zip(*ends, strict=True):
