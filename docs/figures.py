@@ -105,7 +105,7 @@ def cost_by_size() -> Figure:
         floor = mine[0]["moved_bytes"] / 28  # what AdamW alone moves
         axes.axhline(floor, color=color, linestyle=":", linewidth=1, label=f"bytes moved: {floor:.2f}")
     sizes = sorted({r["params"] for r in records})
-    axes.set(xscale="log", xlabel="parameters", ylabel="time of a step / fused AdamW alone", ylim=(0, 4))
+    axes.set(xscale="log", xlabel="parameters", ylabel="time of a step / fused AdamW alone", ylim=(0, 4.5))
     axes.set_xticks(sizes, [f"{size / 1e6:.0f}M" for size in sizes])
     axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     axes.set_title("H200, float32, shapes of GPT-2; no forward or backward pass to hide the host")
