@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mechanic_plugins import mechanize
 from mechanic_plugins.lion import Lion
 
-STEPS = 500
-LATE = 100
+STEPS = 300
+LATE = 60
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
     "SGD-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),

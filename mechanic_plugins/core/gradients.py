@@ -31,9 +31,14 @@ def gradient_limit(longest: Tensor, norm: Tensor, share: Tensor | None = None) -
     return is_outlier, torch.where(is_outlier, 10 * longest, torch.maximum(0.999 * longest, seen))
 
 
-def limited(longest: Tensor, norm: Tensor) -> Tensor:
-    """What each tuner's gradients are multiplied by so that they are no longer than they may be."""
+def limited(longest: Tensor, norm: Tensor) -> Tensor | None:
+    """What each tuner's gradients are multiplied by so that they are no longer than they may be.
+
+    None where a CPU sees that none is too long.
+    """
     is_too_long = (longest > 0) & (norm > GRADIENT_GROWTH * longest)
+    if is_too_long.device.type == "cpu" and not is_too_long.any():
+        return None
     return torch.where(is_too_long, GRADIENT_GROWTH * longest / norm, 1.0)
 
 

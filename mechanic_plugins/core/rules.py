@@ -56,14 +56,14 @@ class Bets(NamedTuple):
 def place_bets(state: TunerState, h: Tensor, bet: Tensor, settings: Settings, betas: Tensor, lr: Tensor) -> Bets:
     """The bettors after a step that saw `h`, where `bet` is what each of them had placed."""
     if settings.rule == "optimistic":
-        h = torch.where(state.s_init > 0, h, 0.0)  # it remembers nothing before it starts
+        h = h * (state.s_init > 0)  # it remembers nothing before it starts
         return _optimistic(state, h, _judged(state, h, settings, lr), bet, betas, settings.eps)
     return _RULES[settings.rule](state, h, bet, betas, settings.eps)
 
 
 def loss_weight(state: TunerState, lr: Tensor, settings: Settings) -> Tensor:
     """From the least at the schedule's peak to 1 where the learning rate has fallen to 0, or the steps are long."""
-    share = torch.where(state.lr > 0, lr / state.lr, 1.0)
+    share = (lr / state.lr).nan_to_num(1.0)  # 0 / 0 for a base that ignores a schedule
     weight = 1 - (1 - LOSS_WEIGHT) * share.clamp(0, 1) ** (1 / 3)
     return torch.maximum(weight, (_step_length(state, settings) / LONG_STEP).clamp(max=1.0) ** 2)
 
@@ -84,7 +84,7 @@ def _step_length(state: TunerState, settings: Settings) -> Tensor:
     """Of an update as long as the first, as a share of the first weights; 0 where nobody knows how long that was."""
     if settings.s_init != "auto":
         return torch.zeros_like(state.played)
-    return torch.where(state.s_init > 0, settings.first_move * state.played / state.s_init, 0.0)
+    return (settings.first_move * state.played / state.s_init).nan_to_num(0.0)  # 0 / 0 before the first bet
 
 
 def recent_bettor(betas: Sequence[float]) -> int:

@@ -124,18 +124,17 @@ def decide(
         sums, clip = clipped(sums, max_grad_norm)
     finite = sums.isfinite().all()
     has_gradients = finite & (gradient_count(sums)[0] > 0)
-    products, longest = Sums.of_vector(sums), state.longest
-    is_outlier = torch.zeros_like(has_gradients)
+    products, longest, fits, applied = Sums.of_vector(sums), state.longest, finite, has_gradients
     if settings.rule == "optimistic":
         norms, share = products.gg.sqrt(), None
         if limits_growth(settings) and not hold:
             share = limited(longest, norms)
+        if share is not None:
             clip = share[:, 0] if clip is None else share[:, 0] * clip
             products = Sums.of_vector(with_scaled_gradients(sums, share))
         outliers, remembered = gradient_limit(longest, norms, share)
-        is_outlier, longest = has_gradients & outliers.any(), torch.where(has_gradients, remembered, longest)
-    fits = finite & ~is_outlier
-    applied = has_gradients & fits
+        is_usual, longest = ~(has_gradients & outliers.any()), torch.where(has_gradients, remembered, longest)
+        fits, applied = finite & is_usual, has_gradients & is_usual
     counters = counters + torch.stack([applied, ~fits])
     skipped = state._replace(longest=longest)
     if applied.device.type == "cpu" and not applied:
@@ -154,8 +153,9 @@ def _tuned(
     """The tuner after a step that is applied, and what delta is multiplied by."""
     if hold:
         return noted(state, lr), torch.ones_like(lr)
-    if not settings.own_warmup or (lr.device.type == "cpu" and not (lr > state.lr).any()):  # nothing to rescale
-        state = noted(state, lr)
+    may_rise = lr.device.type != "cpu" or bool((lr > state.lr).any())
+    if not (settings.own_warmup and may_rise):
+        state = noted(state, lr) if may_rise else state
         new = advance(state, sums, settings=settings, betas=betas, lr=lr)
         return new, delta_factor(state, new, settings)
     state, sums, lr_ratio = rescale_to_lr(state, sums, lr)
@@ -225,12 +225,14 @@ def delta_factor(before: TunerState, after: TunerState, settings: Settings) -> T
     The updates before the first bet were all made at the same weights. Played at once they would be one step, several
     times as long: the optimistic rule drops them.
     """
-    hindsight, is_first = settings.hindsight, (before.played == 0) & (after.played > 0)
+    was_played, is_played = before.played > 0, after.played > 0
     factor = torch.ones_like(after.played)
-    if hindsight != 1:
-        was_played = (before.played > 0) & (after.played > 0)
-        factor = torch.where(was_played, hindsight + (1 - hindsight) * before.played / after.played, factor)
-    return torch.where(is_first, 0.0, factor) if settings.rule == "optimistic" else factor
+    if settings.rule == "optimistic":
+        factor = (was_played | ~is_played).to(factor.dtype)
+    if settings.hindsight == 1:
+        return factor
+    moved = settings.hindsight + (1 - settings.hindsight) * before.played / after.played
+    return torch.where(was_played & is_played, moved, factor)
 
 
 def _hypergradient(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
@@ -253,31 +255,29 @@ def _initial_scale(state: TunerState, sums: Sums, settings: Settings) -> Tensor:
     if settings.rule != "optimistic":
         return torch.where(state.s_init > 0, state.s_init, torch.where(sums.dd > 0, measured, 0.0))
     # of one update: delta holds as many as there were gradients, and the first few no more after the first bet
+    later = torch.minimum(state.s_init, GROWTH * measured * (state.gradients - START).clamp(min=1))
+    has_started = state.s_init > 0
+    if has_started.device.type == "cpu" and has_started.all():
+        return later
     first = measured * state.gradients / (sums.gg.sqrt() / state.longest).clamp(min=1.0)
-    later = GROWTH * measured * (state.gradients - START).clamp(min=1)
     may_start = (state.gradients >= START) & (sums.dd > 0) & (sums.gg > 0)
-    return torch.where(
-        state.s_init > 0,
-        torch.where(sums.dd > 0, torch.minimum(state.s_init, later), state.s_init),
-        torch.where(may_start, first, 0.0),
-    )
+    return torch.where(has_started, later, torch.where(may_start, first, 0.0))
 
 
 def _placed_bet(state: TunerState, settings: Settings) -> Tensor:
     """The bets as they were played: with smoothing, each one shares the smoothed scale's fate."""
     if settings.smoothing == 0:
         return state.s
-    total = state.s.sum(-1, keepdim=True)
-    return state.s * torch.where(total > 0, state.played / total, 1.0)
+    return state.s * (state.played / state.s.sum(-1, keepdim=True)).nan_to_num(1.0)  # 0 / 0 before the first bet
 
 
 def _next_played(state: TunerState, s: Tensor, settings: Settings) -> Tensor:
     total = s.sum(-1, keepdim=True)
     if settings.smoothing == 0:
         return total
-    c = torch.full_like(total, settings.smoothing)
+    c: float | Tensor = settings.smoothing
     if settings.rule == "optimistic":
-        c = torch.minimum(c, state.gradients / (state.gradients + haste_of(settings)))
+        c = (state.gradients / (state.gradients + haste_of(settings))).clamp(max=c)
     averaged = torch.exp(c * state.played.log() + (1 - c) * total.log())
     return torch.where(state.played > 0, averaged, total)
 

@@ -135,6 +135,8 @@ def column(numbers: Sequence[float | Tensor] | Tensor, device: torch.device) -> 
     """One number for each tuner, of shape (tuners, 1), without waiting for the device or copying to it."""
     if isinstance(numbers, Tensor):
         return numbers.view(-1, 1)
+    if device.type == "cpu" and not any(isinstance(number, Tensor) for number in numbers):
+        return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
     cells = (
         number.to(device, torch.float64).reshape(())
         if isinstance(number, Tensor)

@@ -77,14 +77,19 @@ def _add_dots(row: _Row, dots: list[Tensor], at_least: torch.dtype, *, with_dx: 
     zero = x.new_zeros((), dtype=wide) if g is None or d is None or not with_dx else x
     longest = max(1, *(t.numel() for t in (x, g, d) if t is not None))
     for at in range(0, longest, chunk):
-        here = slice(at, at + chunk)
-        y = x[here].to(wide)
-        h, e = (None if t is None else t[here].to(wide) for t in (g, d))
+        y = _part(x, at, chunk, wide)
+        h, e = (None if t is None else _part(t, at, chunk, wide) for t in (g, d))
         dots.append(zero if e is None or h is None else torch.dot(e, h))
         dots.append(zero if h is None else torch.dot(h, h))
         dots.append(torch.dot(y, y))
         dots.append(zero if e is None or not with_dx else torch.dot(e, y))
         dots.append(zero if e is None else torch.dot(e, e))
+
+
+def _part(row: Tensor, at: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Most rows are one part. Each operation that a CPU need not start counts where tensors are small."""
+    part = row if at == 0 and row.numel() <= size else row[at : at + size]
+    return part if part.dtype == dtype else part.to(dtype)
 
 
 def _by_length(rows: Sequence[_Row]) -> tuple[list[_WholeRow], list[_WholeRow], list[_Row]]:
