@@ -83,7 +83,7 @@ def test_it_trains_as_well_in_two_bytes(base: str, backend: Any) -> None:
     for options in ({}, BF16):
         net = network()
         optimizer = mechanize(BASES[base](net.parameters()), backend=backend, **options)
-        train(net, optimizer, 0, 200)
+        train(net, optimizer, 0, 120)
         losses.append(loss_of(net))
         kinds = {state["mechanic_delta"].dtype for state in optimizer.state.values()}
         assert kinds == {options.get("delta_dtype", torch.float32)}
