@@ -220,14 +220,14 @@ class Plan:
     def is_current(self) -> bool:
         """Whether this step can follow the plan, if its parameters are the same; reads the addresses it needs."""
         return (
-            self.has_same_groups()
+            self.has_same_dicts()
             and _are_the_same(self._states, self._state.values())
             and all(p.grad is None for p in self._outsiders)
             and all(batch.is_current() and batch.refresh_pointers() for batch in self.batches)
         )
 
-    def has_same_groups(self) -> bool:
-        """And the base's state is the same dict: a load puts another there."""
+    def has_same_dicts(self) -> bool:
+        """Whether param groups and the base's state are the dicts they were: a load puts another state there."""
         return self._state is self.base.state and _are_the_same(self._groups, self.base.param_groups)
 
     def has_every_gradient(self) -> bool:

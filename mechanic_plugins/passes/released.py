@@ -34,7 +34,7 @@ class ReleasedPlan(Plan):
         self._scales: list[float] = []
 
     def is_current(self) -> bool:
-        return self.has_same_groups()
+        return self.has_same_dicts()
 
     def sums(self, *, tuners: int, device: torch.device, with_dx: bool) -> Tensor:
         """Of the gradients alone: nothing else is asked of a scale that stays."""

@@ -20,6 +20,7 @@ from mechanic_plugins.core.tuner_state import SUMS
 
 MICRO_BATCH = 4
 SPIKE = 8
+"""The step that `Case.spike` is for."""
 
 
 @dataclass(frozen=True)
