@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,15 @@ def test_the_table_follows_the_gradients() -> None:
     assert found.gradients == 3
 
 
+@pytest.mark.parametrize("shift", range(5))
+def test_a_gradient_between_two_multiples_of_16_bytes_is_noticed(shift: int) -> None:
+    x = torch.zeros(16)
+    table = Table(torch.device("cpu"), (16,))
+    found = Addresses([ParamState(x, x.clone(), torch.zeros(16), None)], None, [0, 16], table)
+    assert found.refresh([x], [torch.zeros(32)[shift : shift + 16]])
+    assert found.are_aligned == (shift % 4 == 0)
+
+
 @pytest.mark.parametrize(
     "other", [torch.zeros(6, 4).t(), torch.zeros(4, 6).bfloat16(), torch.eye(4, 6).to_sparse()], ids=str
 )
@@ -87,12 +97,13 @@ def test_writing_into_the_weights_and_swapping_them_are_noticed() -> None:
     assert held(table.pointers)[0][0] == xs[0].data_ptr()
 
 
-def test_a_mailbox_brings_the_last_numbers_it_was_given() -> None:
-    target = torch.zeros(3, dtype=torch.int64)
+@pytest.mark.parametrize("count", [3, 8192, 20_000], ids=["few", "as many as are sent at once", "more"])
+def test_a_mailbox_brings_the_last_numbers_it_was_given(count: int) -> None:
+    target = torch.zeros(count, dtype=torch.int64)
     mailbox = Mailbox(target)
-    for start in range(12):  # more often than it has boxes
-        numbers = [start, 2**62 + start, 0]
-        mailbox.send(numbers)
+    for start in range(3):
+        numbers = [start, *range(2**62, 2**62 + count - 2), 0]
+        mailbox.send(struct.pack(f"{count}q", *numbers))
         assert target.tolist() == numbers
 
 
@@ -105,15 +116,19 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 }
 
 
+@pytest.mark.parametrize("foreign", [False, True], ids=["theirs alone", "with somebody's own"])
 @pytest.mark.parametrize("shape", [(3, 2), (1,), ()], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_state_that_is_no_longer_there_is_noticed(change: str, shape: tuple[int, ...]) -> None:
+def test_state_that_is_no_longer_there_is_noticed(change: str, shape: tuple[int, ...], foreign: bool) -> None:
     names = ("exp_avg", "exp_avg_sq", "step", "delta")
     states = [{name: torch.ones(() if name == "step" else shape) for name in names} for _ in range(3)]
+    if foreign:
+        states[0]["foreign"] = torch.zeros(2)
     kept = KeptState(states, {name: [state[name] for state in states] for name in names})
     assert kept.is_complete
     assert kept.is_there()
-    states[0]["foreign"] = torch.zeros(2)  # which nobody has asked for
+    if foreign:
+        states[0]["foreign"] = torch.zeros(3)  # which nobody has asked for
     states[2]["exp_avg"].add_(1)
     assert kept.is_there()
     CHANGES[change](states[2])

@@ -6,8 +6,8 @@ tensor. The table on the device is written only when one of them has moved.
 
 from __future__ import annotations
 
-import functools
 import operator
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from mechanic_plugins.kernels.triton_support import kind_of, lies_like
 __all__ = ["Addresses", "BaseState"]
 
 _VERSION = operator.attrgetter("_version")
+_LOW_BYTES_OF_ALIGNED = bytes(range(0, 256, 16))
 
 
 class BaseState(NamedTuple):
@@ -55,7 +56,8 @@ class Addresses:
             rows.append((0, *pointers, place, param_state.x.numel()))
         self._rows = torch.tensor(rows)
         self._rows_are_aligned = False
-        self._here: tuple[list[int], list[int]] = ([], [])
+        self._packed = struct.Struct(f"{len(rows)}q").pack
+        self._here: tuple[list[int], bytes] = ([], b"")
         """Those of weights and gradients, as the table has them."""
         self._are_as_before: Callable[..., bool] | None = None
         """Asked of the gradients, when every weight has one."""
@@ -77,7 +79,9 @@ class Addresses:
         have_stayed = not xs_moved and self._are_as_before is not None and self._are_as_before(*grads)
         if not (have_stayed or self._looked_closely(xs, grads)):
             return False
-        of_grads = _places(grads) if self.gradients == len(grads) else [0 if g is None else g.data_ptr() for g in grads]
+        are_all_there = self.gradients == len(grads)
+        each = _places(grads) if are_all_there else [0 if grad is None else grad.data_ptr() for grad in grads]
+        of_grads = self._packed(*each)
         if xs_moved or of_grads != self._here[1] or not self._table.is_up_to_date():
             self._write(of_xs, of_grads, xs_moved=xs_moved)
         self.version = self.version_of(xs)
@@ -109,14 +113,14 @@ class Addresses:
             return True
         return all(grad is None or lies_like(grad, x) for grad, x in zip(grads, xs, strict=True))
 
-    def _write(self, of_xs: list[int], of_grads: list[int], *, xs_moved: bool) -> None:
+    def _write(self, of_xs: list[int], of_grads: bytes, *, xs_moved: bool) -> None:
         if xs_moved:
             self._moves += 1
             self._rows = self._rows.clone()
             self._rows[:, 0] = torch.tensor(of_xs)
             self._rows_are_aligned = self._are_even and not (self._rows[:, :POINTERS] & 15).any()
         self._here = of_xs, of_grads
-        self.are_aligned = self._rows_are_aligned and not functools.reduce(operator.or_, of_grads, 0) & 15
+        self.are_aligned = self._rows_are_aligned and _are_aligned(of_grads)
         self._table.point_to(self._rows, of_grads)
 
     def follow(self, part: IndexRange, xs: Sequence[Tensor]) -> None:
@@ -149,6 +153,11 @@ def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     except (ImportError, TypeError):
         return lambda *others: False
     return guards.check
+
+
+def _are_aligned(addresses: bytes) -> bool:
+    """Whether all are multiples of 16. The hosts of GPUs put a number's lowest byte first."""
+    return not addresses[::8].translate(None, _LOW_BYTES_OF_ALIGNED)
 
 
 def _places(tensors: Any) -> list[int]:

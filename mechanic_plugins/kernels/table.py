@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -14,15 +11,15 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import IndexRange
-from mechanic_plugins.kernels.cuda import is_capturing, on
+from mechanic_plugins.kernels.cuda import is_capturing
 
 __all__ = ["POINTERS", "Mailbox", "Table", "Tiles"]
 
 POINTERS = 5
 """How many of the columns point to vectors: the first ones."""
 _KEPT_CONSTANTS = 32
-_BOXES = 4
-"""How many steps a host may be ahead of the GPU that fetches what it sent."""
+_SENT_AT_ONCE = 64 * 1024 // 8
+"""Numbers in 64 KiB."""
 
 
 @dataclass(frozen=True)
@@ -40,33 +37,22 @@ class Tiles:
 
 
 class Mailbox:
-    """Sends whole numbers to a tensor on a GPU, by pinned memory that is kept: to get some for each step takes longer.
+    """Sends numbers of eight bytes to a tensor on a GPU, from memory that is kept.
 
-    What was sent lies there until the GPU has fetched it. A host that is far ahead waits.
+    It is not pinned: CUDA then takes the numbers away before it returns, if they are few, and the host need not ask
+    whether the GPU has fetched those of an earlier step. Of more it would wait for the GPU, so many are sent in parts.
     """
 
     def __init__(self, target: Tensor) -> None:
-        self._target = target
-        on_gpu = target.device.type == "cuda"
-        boxes = torch.empty(_BOXES, len(target), dtype=torch.int64, pin_memory=on_gpu).unbind()
-        self._boxes = itertools.cycle(
-            [(box, _memory_of(box), torch.cuda.Event() if on_gpu else None) for box in boxes]  # type: ignore[no-untyped-call]
-        )
+        box = torch.empty(len(target), dtype=target.dtype)
+        self._place = box.data_ptr()
+        self._parts = list(zip(torch.split(target, _SENT_AT_ONCE), torch.split(box, _SENT_AT_ONCE), strict=True))
 
-    def send(self, numbers: Sequence[int]) -> None:
+    def send(self, numbers: bytes) -> None:
         """Returns before they have arrived; what is launched afterwards on this stream finds them there."""
-        box, memory, fetched = next(self._boxes)
-        if fetched is not None:
-            fetched.synchronize()
-        memory[:] = numbers
-        with on(self._target.device):  # an event is recorded on the current GPU
-            self._target.copy_(box, non_blocking=True)
-            if fetched is not None:
-                fetched.record()
-
-
-def _memory_of(box: Tensor) -> Any:
-    return (ctypes.c_int64 * len(box)).from_address(box.data_ptr())
+        ctypes.memmove(self._place, numbers, len(numbers))
+        for target, box in self._parts:
+            target.copy_(box, non_blocking=True)
 
 
 @dataclass
@@ -83,7 +69,7 @@ class Table:
     pointers: Tensor | None = None
     gradients: Tensor | None = None
     _rows: Tensor | None = None
-    _of_gradients: Sequence[int] = ()
+    _of_gradients: bytes = b""
     """What the two hold, on the host."""
     tiles: dict[int, Tiles] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
@@ -115,13 +101,13 @@ class Table:
         """Whether the launches of this moment may read what is there, if no address has changed."""
         return self.is_captured == is_capturing(self.device)
 
-    def point_to(self, rows: Tensor, gradients: Sequence[int]) -> None:
-        """Has `pointers` hold these rows, and `gradients` these addresses. The caller changes neither afterwards."""
+    def point_to(self, rows: Tensor, gradients: bytes) -> None:
+        """Has `pointers` hold these rows, which the caller leaves alone then, and `gradients` these whole numbers."""
         new_rows = self._rows is not rows and (self._rows is None or not torch.equal(rows, self._rows))
         new_gradients = self._of_gradients != gradients
         is_another = not self.is_up_to_date() or (self.is_captured and (new_rows or new_gradients))
         if self.pointers is None or self.gradients is None or is_another:
-            self.pointers, self.gradients = self._on_device(rows), self._on_device(_column(gradients))
+            self.pointers, self.gradients = self._on_device(rows), self._on_device(_tensor_of(gradients))
             self.is_captured, self._mailbox = is_capturing(self.device), None
         else:
             if new_rows:
@@ -143,6 +129,5 @@ class Table:
         return pinned
 
 
-def _column(numbers: Sequence[int]) -> Tensor:
-    """Faster than torch.tensor."""
-    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
+def _tensor_of(numbers: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(numbers), dtype=torch.int64)

@@ -103,7 +103,7 @@ def fused_kernel(
     after = tl.load(scales + 1).to(tl.float32)
     kept = tl.load(scales + 3).to(tl.float32)
     clip = tl.load(scales + 4).to(tl.float32)
-    lr = tl.load(lr)
+    lr = tl.load(lr).to(tl.float32)
     xx = tl.zeros([SIZE], tl.float32)
     dx = tl.zeros([SIZE], tl.float32)
     dd = tl.zeros([SIZE], tl.float32)

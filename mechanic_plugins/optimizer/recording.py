@@ -1,7 +1,7 @@
 """A step's launches as CUDA graphs, replayed while nothing but data changes.
 
-The host then starts two graphs in a step, one before and one after the ranks add up their sums, instead of the kernels
-one by one. All that the launches read is on the device: the addresses of the tensors in a table that is kept up to
+The host then starts one graph in a step instead of the kernels one by one, or two where ranks add up their sums in
+between. All that the launches read is on the device: the addresses of the tensors in a table that is kept up to
 date, the learning rates in cells of their own, the tuner in a row of memory. Whatever else they were made with is in a
 key; a step with another key is made launch by launch, as the first ones are.
 """
@@ -9,6 +9,7 @@ key; a step with another key is made launch by launch, as the first ones are.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.kernels import gpu_tuner
 from mechanic_plugins.kernels.cuda import Habit, captured, is_capturing
+from mechanic_plugins.kernels.table import Mailbox
 from mechanic_plugins.optimizer.decider import Decider, Inputs, counters_of
 from mechanic_plugins.passes.fused import FusedPlan
 from mechanic_plugins.passes.plan import Plan
@@ -35,7 +37,9 @@ class Recorder:
         self._habit = Habit()
         self._can_record = True
 
-    def find(self, plan: Plan, progress: Progress, *, max_grad_norm: float | None) -> Recording | None:
+    def find(
+        self, plan: Plan, progress: Progress, *, max_grad_norm: float | None, spans_ranks: bool
+    ) -> Recording | None:
         """The recording that makes this step, ready to be played; None where the launches have to be made."""
         if not (self._can_record and isinstance(plan, FusedPlan) and _is_on_one_gpu(plan, progress)):
             return None
@@ -43,15 +47,15 @@ class Recorder:
         lrs = _numbers([*inputs.lrs, *(batch.group["lr"] for batch in plan.batches)])
         if lrs is None:
             return None
-        key = plan.launch_key(), inputs.settings, inputs.hold, unit, len(inputs.lrs), max_grad_norm
+        key = plan.launch_key(), inputs.settings, inputs.hold, unit, len(inputs.lrs), max_grad_norm, spans_ranks
         recording = plan.recording if isinstance(plan.recording, Recording) else None
         if recording is None or recording.key != key:
             if not self._habit.has((id(plan), key)):
                 return None
-            recording = plan.recording = self._record(plan, key, inputs, progress, max_grad_norm)
+            recording = plan.recording = self._record(plan, key, inputs, progress, max_grad_norm, spans_ranks)
         if recording is not None:
             tuners = len(inputs.lrs)
-            recording.set_lrs([*lrs[:tuners], *(lr / unit for lr in lrs[tuners:])])
+            recording.lrs.write([*lrs[:tuners], *(lr / unit for lr in lrs[tuners:])])
         return recording
 
     def _record(self, plan: FusedPlan, key: Any, *made_with: Any) -> Recording | None:
@@ -61,6 +65,27 @@ class Recorder:
             _log.info("steps are not recorded as CUDA graphs: %s", error)
             self._can_record = False
             return None
+
+
+class LearningRates:
+    """Those of the tuners, and those that the batches are stepped at, on the device.
+
+    Each batch's lies at a multiple of 16 bytes, as a tensor of its own would: the kernels were compiled for that.
+    """
+
+    def __init__(self, tuners: int, batches: int, device: torch.device) -> None:
+        odd = tuners % 2
+        self._packed = struct.Struct(f"{tuners}d{8 * odd}x" + "d8x" * batches).pack
+        cells = torch.zeros(tuners + odd + 2 * batches, dtype=torch.float64, device=device)
+        self.of_tuners, self.of_batches = cells[:tuners], cells[tuners + odd :: 2].unbind()
+        self._mailbox = Mailbox(cells)
+        self._there: Sequence[float] = ()
+
+    def write(self, lrs: Sequence[float]) -> None:
+        """The tuners' first."""
+        if lrs != self._there:
+            self._mailbox.send(self._packed(*lrs))
+            self._there = lrs
 
 
 class Recording:
@@ -74,36 +99,43 @@ class Recording:
         inputs: Inputs,
         progress: Progress,
         max_grad_norm: float | None,
+        spans_ranks: bool,
     ) -> None:
         self.key = key
         device, tuners = progress.tuner.s.device, len(inputs.lrs)
         self._row, self._tuner, self._counters = gpu_tuner.packed_copy(progress.tuner, counters_of(progress))
         self._steps, self._skipped = self._counters.unbind()
-        self._lrs = torch.zeros(tuners, dtype=torch.float64, device=device)
-        rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in plan.batches]
-        self._cells = [*self._lrs.unbind(), *rates]
-        self._written: Sequence[float] = [0.0] * len(self._cells)
-        self._before, self._sums = captured(lambda: plan.sums(tuners=tuners, device=device, with_dx=True), device)
-        self._after, _ = captured(lambda: self._launch(plan, decider, inputs, max_grad_norm), device)
+        self.lrs = LearningRates(tuners, len(plan.batches), device)
 
-    def _launch(self, plan: FusedPlan, decider: Decider, inputs: Inputs, max_grad_norm: float | None) -> None:
+        def sum_up() -> Tensor:
+            return plan.sums(tuners=tuners, device=device, with_dx=True)
+
+        def move(sums: Tensor) -> Tensor:
+            self._launch(plan, decider, inputs, sums, max_grad_norm)
+            return sums
+
+        self._before: torch.cuda.CUDAGraph | None = None
+        """Only where ranks add up their sums: otherwise the other graph begins with them."""
+        if spans_ranks:
+            self._before, self._sums = captured(sum_up, device)
+            self._after, _ = captured(lambda: move(self._sums), device)
+        else:
+            self._after, self._sums = captured(lambda: move(sum_up()), device)
+
+    def _launch(
+        self, plan: FusedPlan, decider: Decider, inputs: Inputs, sums: Tensor, max_grad_norm: float | None
+    ) -> None:
         outcome, table = decider.launch(
-            self._tuner, self._sums, self._counters, inputs, self._lrs, max_grad_norm=max_grad_norm
+            self._tuner, sums, self._counters, inputs, self.lrs.of_tuners, max_grad_norm=max_grad_norm
         )
-        for batch, lr in zip(plan.batches, self._cells[len(self._lrs) :], strict=True):
+        for batch, lr in zip(plan.batches, self.lrs.of_batches, strict=True):
             batch.apply(table, lr)
         self._row.copy_(outcome.state.s.as_strided(self._row.shape, (1,)))  # the counters lie behind the tuners
 
-    def set_lrs(self, lrs: Sequence[float]) -> None:
-        """Those of the tuners, and those that the batches are stepped at."""
-        for cell, old, new in zip(self._cells, self._written, lrs, strict=True):
-            if old != new:
-                cell.fill_(new)
-        self._written = lrs
-
     def sums(self) -> Tensor:
-        """The step's sums on this rank, good until the next step."""
-        self._before.replay()
+        """The step's sums on this rank, good until the next step: for `play`, which may still have to make them."""
+        if self._before is not None:
+            self._before.replay()
         return self._sums
 
     def play(self, sums: Tensor, progress: Progress) -> None:

@@ -102,7 +102,9 @@ class MechanicOptimizer(Scheduled):
         reduction = self._counting(params).reduction if decision is None else Identity()
         with nullcontext() if reduction.spans_ranks else _tuner_restored_on_error(progress):
             if decision is None:
-                recording = self._recorder.find(plan, progress, max_grad_norm=self.max_grad_norm)
+                recording = self._recorder.find(
+                    plan, progress, max_grad_norm=self.max_grad_norm, spans_ranks=reduction.spans_ranks
+                )
                 sums = self._sums(plan, progress) if recording is None else recording.sums()
                 reduced = reduction.start(sums)
                 started = plan.start(closure)

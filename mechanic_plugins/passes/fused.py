@@ -102,8 +102,8 @@ class FusedBatch(ParamBatch):
         """What the base is stepped at, on the device."""
         lr = self.group["lr"]
         if isinstance(lr, Tensor):
-            return (lr.to(self.device, torch.float64) / unit).float()
-        return torch.full((), lr / unit, dtype=torch.float32, device=self.device)
+            return lr.to(self.device, torch.float64) / unit
+        return torch.full((), lr / unit, dtype=torch.float64, device=self.device)
 
     def apply(self, scales: Tensor, lr: Tensor) -> None:
         """Steps the base and plays the scale; where the step is not made, touches nothing."""
