@@ -103,7 +103,7 @@ def together(seeds: int) -> dict[str, list[Run]]:
 
 @functools.cache
 def losses(base: str) -> dict[str, Tensor]:
-    kinds = together({"SGD": 12, "AdamW": 8}.get(base, 5))  # SGD's ends differ most
+    kinds = together({"SGD": 9, "AdamW": 6}.get(base, 5))  # SGD's ends differ most
     ends = torch.tensor(final_losses(BASES[base], *(run for runs in kinds.values() for run in runs)))
     return dict(zip(kinds, ends.split([len(runs) for runs in kinds.values()]), strict=True))
 
@@ -139,7 +139,7 @@ def test_gradients_of_zero_cost_the_steps_they_take_and_no_more(base: str) -> No
     zeros, late = losses(base)["zeros"], losses(base)["late"]
     if base == "AdamW":
         kinds = [lambda step: float(step >= 100), lambda step: None if step < 100 else 1.0]
-        runs = [Run(factor, seed=seed) for factor in kinds for seed in range(4)]
+        runs = [Run(factor, seed=seed) for factor in kinds for seed in range(3)]
         zeros, late = torch.tensor(final_losses(BASES[base], *runs, steps=1500)).view(2, -1)
     assert ratio(zeros, late) <= 1.05
 

@@ -87,8 +87,12 @@ def test_the_table_has_every_scheduler_of_torch() -> None:
     assert known <= SCHEDULERS.keys()
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("name", SCHEDULERS)
+CYCLES_MOMENTUM = ("CyclicLR", "OneCycleLR")
+
+
+@pytest.mark.parametrize(
+    ("name", "base"), [*((name, "SGD") for name in SCHEDULERS), *((name, "AdamW") for name in CYCLES_MOMENTUM)]
+)
 def test_a_scheduler_does_to_the_wrapper_what_it_does_to_the_base(name: str, base: str) -> None:
     """The wrapper shows the base's groups: rates and cycled momenta are those of a plain run, whatever is learned."""
     plain_model, model, early_model = (perceptron() for _ in range(3))
