@@ -329,7 +329,7 @@ def test_training_loops(row: Row) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(8 * TIMES),
+            max_examples=int(6 * TIMES),
             stateful_step_count=25,
             derandomize=TIMES == 1,
             deadline=None,

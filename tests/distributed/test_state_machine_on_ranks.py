@@ -217,7 +217,7 @@ def _with_full_steps(parts: list[Any]) -> list[Any]:
 
 @given(data=st.data())
 @settings(
-    max_examples=int(25 * TIMES),
+    max_examples=int(20 * TIMES),
     derandomize=TIMES == 1,
     deadline=None,
     database=None,

@@ -23,10 +23,10 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 SCRIPT = EXAMPLES / "train_fsdp2.py"
 
-STEPS, SAVE_EVERY = 60, 20
+STEPS, SAVE_EVERY = 36, 12
 TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--context", "32", "--batch", "8"]
 TINY += ["--warmup", "5"]
-LONG = [*TINY, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "5"]
+LONG = [*TINY, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "6"]
 
 
 def started(out: Path, *words: str, agents: int = 1) -> list[str]:
@@ -73,7 +73,7 @@ def undisturbed(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPath
 
 def test_the_loss_falls(undisturbed: Path) -> None:
     entries = log(undisturbed)
-    assert [entry["step"] for entry in entries] == list(range(5, STEPS + 1, 5))
+    assert [entry["step"] for entry in entries] == list(range(6, STEPS + 1, 6))
     assert entries[0]["loss"] > 5.4  # log(256) = 5.55: it knows nothing
     assert entries[-1]["loss"] < 4.0
     assert entries[-1]["scale"] > 1e-4
@@ -99,10 +99,10 @@ def test_two_machines_train_as_one(undisturbed: Path, tmp_path: Path) -> None:
 def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_undisturbed(undisturbed: Path, tmp_path: Path) -> None:
     (output,) = started(tmp_path, str(HERE / "train_on_a_failing_machine.py"))
     assert "start 0 finds []" in output
-    assert "start 1 finds ['step-00000020']" in output
-    assert "start 2 finds ['partial-00000040', 'step-00000020']" in output
-    assert output.count("resumed after step 20") == 2
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000040", "step-00000060"]
+    assert "start 1 finds ['step-00000012']" in output
+    assert "start 2 finds ['partial-00000024', 'step-00000012']" in output
+    assert output.count("resumed after step 12") == 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000024", "step-00000036"]
     assert_same_end(tmp_path, undisturbed)
 
 

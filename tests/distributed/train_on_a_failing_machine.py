@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train_fsdp2
 
-KILLED_STEP = 27
+KILLED_STEP = 16
 
 
 def dies(function: Callable[..., Any], *, in_call: int) -> Callable[..., Any]:
