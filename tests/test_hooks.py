@@ -124,6 +124,25 @@ def test_the_profiler_sees_the_step_and_zero_grad() -> None:
     assert any(name.startswith("Optimizer.zero_grad#") for name in names)
 
 
+def test_a_step_is_marked_for_profilers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark takes longer than to launch a step on a GPU."""
+    marks: list[str] = []
+
+    class Mark(torch.autograd.profiler.record_function):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            marks.append(name)
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", Mark)
+    model = perceptron()
+    opt = mechanize(ADAMW(model.parameters()))
+    train(model, opt, 3)
+    assert set(marks) == {"Optimizer.step#AdamW.step"}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        opt.step()
+    assert "Optimizer.step#MechanicAdamW.step" in marks
+
+
 def test_zero_grad_forgets_or_zeroes() -> None:
     model = perceptron()
     opt = mechanize(ADAMW(model.parameters()))

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mechanic_plugins.core.settings import Steps
 
 __all__ = [
     "can_fuse_on_cpu",
     "check_supported",
+    "has_step_hooks",
     "ignores_a_schedule",
     "is_exact_in_16_bits",
     "is_kind_linear_in_lr",
@@ -196,6 +198,12 @@ def _refuse_own_iterates(kind: type[Optimizer]) -> None:
                 "assumes that a step adds an update to the weights. Mechanize the plain optimizer that it is built on, "
                 "such as AdamW or SGD, or use it alone."
             )
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody is called before or after its steps."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> str | None:

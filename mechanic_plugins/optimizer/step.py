@@ -33,7 +33,7 @@ from mechanic_plugins.distributed.sharding import (
 )
 from mechanic_plugins.kernels.cuda import is_capturing
 from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
-from mechanic_plugins.optimizer.delegate import Group
+from mechanic_plugins.optimizer.delegate import Group, hooked
 from mechanic_plugins.optimizer.overlaps import refuse_overlaps
 from mechanic_plugins.optimizer.recording import Recorder, Recording
 from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
@@ -58,6 +58,7 @@ class MechanicOptimizer(Scheduled):
         self._decision: Decision | None = None
 
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
+    @hooked
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Algorithm 1. A step whose gradient is not finite, or an outlier, or not there at all, changes nothing.

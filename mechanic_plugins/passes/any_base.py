@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import IndexRange
@@ -81,11 +80,11 @@ class AnyBasePlan(Plan):
         self._chunks = list(_chunks(batches))
 
     def _chunks_for_step(self) -> list[Chunk]:
-        """Parts where the base treats its parameters one by one; else all at once.
+        """Parts where the base treats its parameters one by one and no hook would see more than one step; else all.
 
         An error in a later chunk leaves the earlier ones a step ahead; no weight is ever left half way.
         """
-        apart = known_bases.is_torchs_own(self.base) and not _has_step_hooks(self.base)
+        apart = known_bases.is_torchs_own(self.base) and not known_bases.has_step_hooks(self.base)
         return self._chunks if apart else self._whole
 
     def start(self, closure: Closure | None) -> list[Any]:
@@ -243,9 +242,3 @@ def skipping(base: Any, decision: Decision) -> Iterator[None]:
         yield
     finally:
         del base.found_inf
-
-
-def _has_step_hooks(base: Optimizer) -> bool:
-    """Hooks see a step once: such a base is not stepped in chunks."""
-    own = base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
