@@ -129,20 +129,20 @@ def _compare(runs: dict[str, _Run], *, repeats: int, queued: int) -> Iterator[Re
     for run in runs.values():
         run.warm_up()
     times: dict[str, list[float]] = {name: [] for name in runs}
+    hosts: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
             times[name].append(run.timed(queued))
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    hosts = {name: statistics.median(run.queueing() for _ in range(repeats)) for name, run in runs.items()}
+            hosts[name].append(run.queueing())
     for name, run in runs.items():
         ratio = statistics.median(a / b for a, b in zip(times[name], times[ALONE], strict=True))
         yield Result(
             name=name,
             params=run.count,
             tensors=len(run.params),
-            seconds=medians[name],
+            seconds=statistics.median(times[name]),
             ratio=ratio,
-            host_seconds=hosts[name],
+            host_seconds=statistics.median(hosts[name]),
             state_bytes=run.state_bytes() / run.count,
             transient_bytes=run.transient_bytes(),
             launches=None,
