@@ -21,7 +21,7 @@ LARGER: dict[str, Any] = {"s_init": 1e-3, "s_decay": 0.01}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 BF16_OPTIMIZER: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 CPU_ADAM: dict[str, Any] = {"base": "DeepSpeedCPUAdam", "zero": {"offload_optimizer": {"device": "cpu"}}}
-CASE = Case(steps=14, clip=0.1)
+CASE = Case(clip=0.1)
 
 RESUMED = [
     *(CASE.but(stage=stage) for stage in (0, 1, 2, 3)),
