@@ -89,6 +89,7 @@ def test_all_steps_of_a_queue_are_made() -> None:
     assert run.optimizer.state[run.params[0]]["step"] == 3
 
 
+@pytest.mark.slow
 def test_everybody_clips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mechanic in its step, the others by torch's function before it."""
     made: list[timing._Run] = []
@@ -114,6 +115,7 @@ def test_lora_is_hundreds_of_small_tensors(capsys: pytest.CaptureFixture[str], m
     assert "adamw, float32, clipped" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", scale.LAYOUTS)
 def test_a_step_makes_one_collective_on_any_number_of_ranks(layout: str) -> None:
     few, many = (scale.cost_on(ranks, layout, size="tiny", repeats=1) for ranks in (16, 2048))
@@ -159,6 +161,7 @@ def test_the_table_of_ranks_needs_no_machine(capsys: pytest.CaptureFixture[str])
     assert "| 10,000 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_memory_benchmark_counts_what_is_kept() -> None:
     script = Path(__file__).parent.parent / "examples" / "benchmarks" / "memory.py"
     printed = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True).stdout

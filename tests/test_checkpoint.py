@@ -68,6 +68,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return folder, ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_new_process_goes_on_bit_for_bit(case: str, resumed: tuple[Path, dict[str, Any]]) -> None:
     folder, ends = resumed

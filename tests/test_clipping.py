@@ -92,6 +92,7 @@ def matrices(dtype: torch.dtype) -> nn.Module:
 VARIANTS = [(row, variant) for row in OPTIMIZERS for variant in ("for-loop", *row.variants)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "variant"), VARIANTS, ids=str)
 def test_every_base_sees_clipped_gradients(row: Row, variant: str) -> None:
     if row.matrices_only:

@@ -77,6 +77,7 @@ def test_the_noise_depends_on_the_place_and_the_step() -> None:
 # ------------------------------------------------------------------------------------------------ training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "backend"), [*((base, "auto") for base in BASES), ("AdamW", "foreach")])
 def test_it_trains_as_well_in_two_bytes(base: str, backend: Any) -> None:
     losses = []

@@ -23,6 +23,8 @@ from torch import Tensor
 from mechanic_plugins import MechanicOptimizer, mechanize
 from mechanic_plugins.core.tuner_state import empty_sums
 
+pytestmark = pytest.mark.slow
+
 README = (ROOT / "README.md").read_text()
 
 

@@ -122,6 +122,7 @@ def test_the_maths_knows_no_optimizer_and_no_distribution() -> None:
         assert not [name for name in names if str(name).startswith(("torch.distributed", "torch.optim"))]
 
 
+@pytest.mark.slow
 def test_importing_and_training_load_no_framework() -> None:
     """A second of start-up for each, and a broken one must not break those who do not use it."""
     program = """
@@ -184,6 +185,7 @@ def test_the_base_is_never_an_attribute_called_optimizer() -> None:
     assert not hasattr(opt, "optimizer")
 
 
+@pytest.mark.slow
 def test_the_package_loads_torch_with_the_first_name_that_needs_it() -> None:
     """A script under `mechanic-run` may set up threads or devices before it imports torch."""
     program = """

@@ -154,6 +154,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize("form", FORMS)
 def test_parameters_come_in_every_form_that_torch_takes(name: str, form: str) -> None:
@@ -280,6 +281,7 @@ def test_the_stub_says_what_the_classes_take(name: str) -> None:
     assert {each for each, _ in shown[len(stubbed) :]} == set(kind.__annotations__)
 
 
+@pytest.mark.slow
 def test_importing_it_loads_no_package_that_was_not_asked_for() -> None:
     program = """
 import json, sys

@@ -202,6 +202,7 @@ PAIRS = [*((row, RULES[0]) for row in OPTIMIZERS), *in_turn(1)]
 PAIRS += [(row, rule) for row in (BASES["SGD"], BASES["AdamW"]) for rule in RULES if (row, rule) not in PAIRS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "rule"), PAIRS, ids=str)
 def test_every_base_and_rule_on_an_ill_conditioned_quadratic(row: Row, rule: str) -> None:
     problem = PROBLEMS["quadratic"]
@@ -238,6 +239,7 @@ def test_every_other_rule_on_a_network(row: Row, rule: str) -> None:
     assert_same(seen, reference_trace(row, rule, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "variant"), [(row, v) for row in OPTIMIZERS for v in row.variants], ids=str)
 def test_foreach_and_fused_bases(row: Row, variant: str) -> None:
     problem = PROBLEMS["mlp"]
@@ -387,6 +389,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "rule"), [(option, rule) for option in OPTIONS for rule in option.rules], ids=str)
 def test_options(option: Option, rule: str) -> None:
     seen, wanted = (

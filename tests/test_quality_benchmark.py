@@ -70,6 +70,7 @@ def trained(setup: Any, problem: str, method: str = "mechanic", *members: tuple[
     return json.loads(json.dumps(records))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Muon computes in bfloat16, which not every CPU can
 @pytest.mark.parametrize("problem", [*ONE_OF_EACH_FAMILY.values(), *OTHERS])
 def test_every_family_trains(setup: Any, problem: str) -> None:

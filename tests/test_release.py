@@ -51,6 +51,7 @@ class Run:
         return {name for state in self.optimizer.state.values() for name in state if name.startswith("mechanic")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"scope": "group"}, {"max_grad_norm": 0.05}, {"backend": "foreach"}], ids=str)
 @pytest.mark.parametrize("base", BASES)
 def test_it_goes_on_as_a_frozen_run_does(base: str, options: dict[str, Any]) -> None:

@@ -91,6 +91,7 @@ def weights_and_scale(opt: MechanicOptimizer) -> dict[str, Any]:
     return everything(opt, without=("mechanic_tuners",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_base", [False, True], ids=["on the wrapper", "on the base"])
 @pytest.mark.parametrize("build", TELLING.values(), ids=TELLING)
 def test_it_is_as_if_it_had_been_told(build: Build, on_base: bool) -> None:

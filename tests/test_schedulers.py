@@ -90,6 +90,7 @@ def test_the_table_has_every_scheduler_of_torch() -> None:
 CYCLES_MOMENTUM = ("CyclicLR", "OneCycleLR")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "base"), [*((name, "SGD") for name in SCHEDULERS), *((name, "AdamW") for name in CYCLES_MOMENTUM)]
 )

@@ -77,6 +77,7 @@ def build(info: Any, index: int, weights: list[Tensor]) -> MechanicOptimizer:
     return mechanized(info.optim_cls(weights, **inputs(info, index)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("info", "index"), CASES)
 def test_it_goes_downhill_and_foreach_and_fused_equal_the_for_loop(info: Any, index: int) -> None:
     """As far as the base's own do: torch's ASGD keeps its rate in float32 in one of them and differs from itself."""
