@@ -5,7 +5,7 @@ copies, around every base of tests/optimizers.py. After each step in float64 the
 reference's. In every dtype the counters must be, checkpoints and copies are the same bit for bit, and what should not
 move does not.
 
-CI runs the same hundred sequences every time. `make test-long`, or MECHANIC_EXAMPLES=20 pytest FILE, runs twenty
+CI runs the same hundred sequences every time. `make test-long`, or MECHANIC_EXAMPLES=27 pytest FILE, runs 27
 times as many, other ones each time.
 """
 

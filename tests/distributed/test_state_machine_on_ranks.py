@@ -4,7 +4,7 @@ A program (steps, lost gradients, NaN on one rank, late groups, frozen parameter
 here and played by every rank on its own shards: uneven ones, empty ones, replicated and plain parameters. The weights
 must be those of the loop that is not sharded, the tuner's vectors the same bits on both ranks.
 
-CI plays the same programs every time. `make test-long`, or MECHANIC_EXAMPLES=20 pytest FILE, plays twenty times
+CI plays the same programs every time. `make test-long`, or MECHANIC_EXAMPLES=27 pytest FILE, plays 27 times
 as many.
 """
 
