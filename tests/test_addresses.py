@@ -14,6 +14,7 @@ from mechanic_plugins.core.param_state import ParamState
 from mechanic_plugins.kernels import addresses
 from mechanic_plugins.kernels.addresses import Addresses
 from mechanic_plugins.kernels.table import Mailbox, Table
+from mechanic_plugins.optimizer.recording import LearningRates
 from mechanic_plugins.passes.kept import KeptState
 
 SHAPES = [(4, 6), (16,), (2, 3)]
@@ -105,6 +106,17 @@ def test_a_mailbox_brings_the_last_numbers_it_was_given(count: int) -> None:
         numbers = [start, *range(2**62, 2**62 + count - 2), 0]
         mailbox.send(struct.pack(f"{count}q", *numbers))
         assert target.tolist() == numbers
+
+
+@pytest.mark.parametrize("tuners", [1, 2, 3])
+def test_learning_rates_travel_together_and_lie_where_a_tensor_would(tuners: int) -> None:
+    lrs = LearningRates(tuners, 2, torch.device("cpu"))
+    for step in range(3):
+        numbers = [0.1 * (step + place) for place in range(tuners + 2)]
+        lrs.write(numbers)
+        assert [*lrs.of_tuners.tolist(), *(lr.item() for lr in lrs.of_batches)] == numbers
+    assert lrs.of_tuners.is_contiguous()
+    assert all(lr.data_ptr() % 16 == 0 for lr in lrs.of_batches)
 
 
 CHANGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {

@@ -21,7 +21,6 @@ from mechanic_plugins.core.param_state import DELTA, REF, IndexRange, ParamState
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.kernels.addresses import BaseState
 from mechanic_plugins.kernels.cuda import on
-from mechanic_plugins.kernels.foreach import ForeachBatch
 from mechanic_plugins.kernels.triton_batch import FUSED_PROGRAMS, MOVE_BLOCK, MOVE_WARPS, TritonBatch
 from mechanic_plugins.kernels.triton_support import triton_type
 from mechanic_plugins.lion import Lion
@@ -66,7 +65,7 @@ class FusedBatch(ParamBatch):
     def _names(self) -> tuple[str, ...]:
         return (*super()._names(), *_moments(self.base), *(("step",) if _has_steps(self.base) else ()))
 
-    def _tensor_batch(self, param_states: Sequence[ParamState], *, by_kernels: bool) -> TritonBatch | ForeachBatch:
+    def _tensor_batch(self, param_states: Sequence[ParamState], *, by_kernels: bool) -> TritonBatch:
         assert by_kernels
         states = [{name: local(t) for name, t in each.items()} for each in self.watched]
         self._refuse_foreign_state()

@@ -18,6 +18,7 @@ from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, REF, IndexRange, ParamState, needs_reference
 from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
+from mechanic_plugins.kernels.batch import TensorBatch
 from mechanic_plugins.kernels.foreach import ForeachBatch
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.passes.deltas import complete
@@ -89,7 +90,7 @@ class ParamBatch:
         self._kept = KeptState(self.states, kept)
         self.tensors = self._tensor_batch([entry.param_state for entry in entries], by_kernels=by_kernels)
 
-    def _tensor_batch(self, param_states: Sequence[ParamState], *, by_kernels: bool) -> TritonBatch | ForeachBatch:
+    def _tensor_batch(self, param_states: Sequence[ParamState], *, by_kernels: bool) -> TensorBatch:
         return TritonBatch(param_states) if by_kernels else ForeachBatch(param_states)
 
     def _names(self) -> tuple[str, ...]:
