@@ -120,10 +120,8 @@ def fused_kernel(
         g = tl.load(_as_pointer(grad, gtype, ALIGNED) + at, used, 0.0).to(tl.float32) * clip
         if MAXIMIZE:
             g = -g
-        if KIND == 0:
-            u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, False, ALIGNED)
-        elif KIND == 1:
-            u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, True, ALIGNED)
+        if KIND <= 1:
+            u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, KIND == 1, ALIGNED)
         elif KIND == 2:
             u = _sgd(row, at, used, x, g, lr, wd, a, mtype, MOMENTUM, NESTEROV, ALIGNED)
         else:
