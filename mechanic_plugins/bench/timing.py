@@ -23,6 +23,8 @@ ALONE = "base alone"
 MAX_NORM = 1.0
 _PLACES = 6
 """Where a gradient may be; a GPT was seen to use as many, with `zero_grad()` before the forward pass."""
+_QUEUEINGS = 5
+"""How often each timing takes the host's time. A host that others use too is now and then half as fast."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def measure(
         base: A key of `bases`.
         device: The parameters' device.
         dtype: The parameters' dtype.
-        repeats: Number of timings; the median is reported.
+        repeats: Number of timings; medians are reported.
         queued: Steps queued between synchronisations. 10 on a GPU, as in training, where the host runs ahead; 1 adds
             the host's share of every step, which a backward pass hides.
         clip: Count clipping in: Mechanic's own, and `clip_grad_norm_` before the step of everyone else.
@@ -133,7 +135,7 @@ def _compare(runs: dict[str, _Run], *, repeats: int, queued: int) -> Iterator[Re
     for _ in range(repeats):
         for name, run in runs.items():
             times[name].append(run.timed(queued))
-            hosts[name].append(run.queueing())
+            hosts[name] += (run.queueing() for _ in range(_QUEUEINGS))
     for name, run in runs.items():
         ratio = statistics.median(a / b for a, b in zip(times[name], times[ALONE], strict=True))
         yield Result(
