@@ -21,7 +21,7 @@ from mechanic_plugins.lion import Lion as PackagesLion
 STEPS = 300  # of one base; longer than any window or memory that a rule has
 BASES = {row.name: row for row in OPTIMIZERS}
 FOLLOWED_LONG = "AdamW"
-USUAL = 40  # beyond the 16 in which the smoothing's window grows, and what is a base's or a rule's own comes up before
+USUAL = 30  # beyond the 16 in which the smoothing's window grows, and what is a base's or a rule's own comes up before
 
 # Seen: 2e-14 at most (median 2e-15), over 300 steps in which each side computes its gradients at its own weights; ten
 # times that is allowed. It takes problems on which rounding does not grow: with a tenth of the noise on the quadratic
@@ -292,7 +292,7 @@ class Option:
     start: Sequence[Tensor] = tuple(PROBLEMS["mlp"].start)
     grown: float = 5.0
     rules: Sequence[str] = RULES
-    steps: int = USUAL
+    steps: int = 40
 
     def __str__(self) -> str:
         return self.name
