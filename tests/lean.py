@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from types import ModuleType
 
 
 def hide(*packages: str) -> None:
@@ -17,3 +18,11 @@ def hide(*packages: str) -> None:
         return version(name)
 
     importlib.metadata.version = version_of_others
+
+
+def leave_compiler_out() -> None:
+    """An optimizer's first step imports torch's compiler, only to say that it leaves the step alone. Before torch."""
+    compiler = ModuleType("torch._dynamo")
+    compiler.disable = lambda function, *_, **__: function  # type: ignore[attr-defined]
+    compiler.graph_break = lambda: None  # type: ignore[attr-defined]
+    sys.modules["torch._dynamo"] = compiler

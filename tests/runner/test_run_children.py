@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import lean
 import pytest
 from running import Runner
 
@@ -13,6 +14,7 @@ import mechanic_plugins
 TRAIN = """
 import importlib, os, sys
 assert "torch" not in sys.modules and "numpy" not in sys.modules
+import lean; lean.leave_compiler_out()
 from torch.optim import AdamW
 import torch
 module = importlib.import_module("torch.optim.adamw")
@@ -64,7 +66,7 @@ def test_every_way_to_the_class_is_replaced(run: Runner, train: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"AdamW True {expected_weights()} {REPLACED}"
     said = done.stderr.splitlines()
-    assert f"mechanic_plugins.run: torch.optim.adamw.AdamW built at {train}:16 is mechanized." in said
+    assert f"mechanic_plugins.run: torch.optim.adamw.AdamW built at {train}:17 is mechanized." in said
     assert any("train.Mine" in line or "__main__.Mine" in line for line in said)
     assert any("AdamW: Mechanic learned a peak learning rate of" in line for line in said)
 
@@ -111,7 +113,7 @@ def test_a_wrapper_that_starts_the_program_and_a_sitecustomize_that_was_there(
         + "assert sys.their_own and sitecustomize.__file__.startswith(os.getcwd())\n"
         + "assert not any('mechanic_plugins/runner' in folder for folder in sys.path)\n"
     )
-    path = f"{Path(mechanic_plugins.__file__).parents[1]}:{tmp_path / 'site'}"
+    path = f"{Path(mechanic_plugins.__file__).parents[1]}:{Path(lean.__file__).parent}:{tmp_path / 'site'}"
     done = run("--replace", "torch.optim.AdamW", "wrapper.py", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"AdamW True {expected_weights()} {REPLACED}"
