@@ -8,8 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_PAPER, _OPTAX, _THEORY, _OPTIMISTIC = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
-"""`RULE`; 1 is "experiments"."""
+_PAPER, _EXPERIMENTS, _OPTAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_THEORY, _OPTIMISTIC = tl.constexpr(3), tl.constexpr(4)
+"""`RULE`."""
 _S_DECAY, _EPS, _S_INIT, _MAX_SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _SMOOTHING, _HINDSIGHT, _HASTE, _USUAL_LOSS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 """Places in `constants`: see `mechanic_plugins.kernels.gpu_tuner.constants_of`."""
@@ -59,10 +60,10 @@ def _place_bets(old, beta, m, v, s_init, bet, h, judged, constants, RULE: tl.con
     r = beta * tl.load(old + n + lane, inside, 0.0) - bet * judged
     if RULE == _PAPER or RULE == _OPTIMISTIC:
         r = tl.maximum(r, 0.0)
-    if RULE == _PAPER or RULE == _THEORY or RULE == _OPTIMISTIC:
-        m = tl.maximum(beta * m, tl.abs(h))
-    else:
+    if RULE == _EXPERIMENTS or RULE == _OPTAX:
         m = tl.maximum(beta * m, tl.abs(h) + eps)
+    else:
+        m = tl.maximum(beta * m, tl.abs(h))
     if RULE == _THEORY:
         v = beta * beta * v + judged * judged
         q = beta * q - judged
