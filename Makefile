@@ -53,7 +53,7 @@ test-fast: $(INSTALLED)
 	$(PYTEST) -m 'not slow and not ranks' $(wildcard tests/test_*.py)
 
 test-long: $(INSTALLED)
-	MECHANIC_EXAMPLES=27 $(BIN)/python -m pytest tests/test_state_machine.py tests/distributed/test_state_machine_on_ranks.py
+	MECHANIC_EXAMPLES=33 $(BIN)/python -m pytest tests/test_state_machine.py tests/distributed/test_state_machine_on_ranks.py
 
 # Not a part of CI: it needs the network, checkouts and some ten minutes.
 test-outside: $(INSTALLED)

@@ -103,7 +103,7 @@ def together(seeds: int) -> dict[str, list[Run]]:
 
 @functools.cache
 def losses(base: str) -> dict[str, Tensor]:
-    kinds = together({"SGD": 9, "AdamW": 6}.get(base, 5))  # SGD's ends differ most
+    kinds = together({"SGD": 9, "AdamW": 6}.get(base, 4))  # SGD's ends differ most
     ends = torch.tensor(final_losses(BASES[base], *(run for runs in kinds.values() for run in runs)))
     return dict(zip(kinds, ends.split([len(runs) for runs in kinds.values()]), strict=True))
 

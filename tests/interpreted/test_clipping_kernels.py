@@ -57,7 +57,7 @@ def test_the_tuner_equals_torchs(rule: Any, norm: float) -> None:
     assert counted.tolist() == counters.tolist()
 
 
-def train(base: str, dtype: torch.dtype, *, by_hand: bool, steps: int = 8, **options: Any) -> tuple[list[Any], Any]:
+def train(base: str, dtype: torch.dtype, *, by_hand: bool, steps: int = 6, **options: Any) -> tuple[list[Any], Any]:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in [(5, 7), (16,), ()]]
     groups = [{"params": params[:1]}, {"params": params[1:]}]
