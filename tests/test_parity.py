@@ -292,7 +292,7 @@ class Option:
     start: Sequence[Tensor] = tuple(PROBLEMS["mlp"].start)
     grown: float = 5.0
     rules: Sequence[str] = RULES
-    steps: int = 40
+    steps: int = 40  # which it takes to have grown as much
 
     def __str__(self) -> str:
         return self.name

@@ -168,7 +168,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "mechanic",
         "sweep",
         "--jobs",
-        "1",
+        "2",
         "--out",
         path,
     ]

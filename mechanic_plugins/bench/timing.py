@@ -24,7 +24,8 @@ MAX_NORM = 1.0
 _PLACES = 6
 """Where a gradient may be; a GPT was seen to use as many, with `zero_grad()` before the forward pass."""
 _QUEUEINGS = 5
-"""How often each timing takes the host's time. A host that others use too is now and then half as fast."""
+"""How often each timing takes the host's time, where steps are queued. A host that others use too is now and then half
+as fast."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _compare(runs: dict[str, _Run], *, repeats: int, queued: int) -> Iterator[Re
     for _ in range(repeats):
         for name, run in runs.items():
             times[name].append(run.timed(queued))
-            hosts[name] += (run.queueing() for _ in range(_QUEUEINGS))
+            hosts[name] += (run.queueing() for _ in range(min(queued, _QUEUEINGS)))
     for name, run in runs.items():
         ratio = statistics.median(a / b for a, b in zip(times[name], times[ALONE], strict=True))
         yield Result(

@@ -36,42 +36,22 @@ def decide(
     hold: bool,
     max_grad_norm: float | None = None,
 ) -> tuple[Outcome, Tensor]:
-    """`mechanic_plugins.core.tuner.decide` in one launch.
+    """`mechanic_plugins.core.tuner.decide` in one launch, and for each tuner what `Decision.scales` says.
 
-    While a CUDA graph is captured, the state and the counters are written over: its replays read them where they were.
-
-    Args:
-        state: The tuner before the step.
-        sums: The vector of the step, over all parameters of all ranks.
-        counters: Steps applied and steps skipped.
-        settings: The constants, in the units of delta.
-        betas: `settings.betas` on the device.
-        constants: What `constants_of` says, on the device.
-        lrs: The base's learning rate in this step, for each tuner; or all of them in float64 on the device.
-        hold: Leave the scale as it is.
-        max_grad_norm: Take the gradients for clipped to this norm.
-
-    Returns:
-        The outcome, and for each tuner what `Decision.scales` says.
+    `constants` are what `constants_of` says, on the device; `lrs` the learning rates of the tuners, or all of them in
+    float64 on the device. While a CUDA graph is captured, the state and the counters are written over: its replays read
+    them where they were.
     """
     from mechanic_plugins.kernels.triton_tuner import tuner_kernel
 
     tuners, n = state.s.shape
     width, limits = _width(n), tuner.limits_growth(settings) and not hold
-    old = _packed(state)
     out = torch.empty(tuners * (width + _SCALES) + 2, dtype=torch.float64, device=sums.device)
     new, new_counters, scales = torch.split(out, [tuners * width, 2, tuners * _SCALES])
+    tensors = (sums, _packed(state), new, betas, constants, counters, new_counters, scales, column(lrs, sums.device))
     with on(sums.device):
         tuner_kernel[(tuners,)](
-            sums,
-            old,
-            new,
-            betas,
-            constants,
-            counters,
-            new_counters,
-            scales,
-            column(lrs, sums.device),
+            *tensors,
             *_halves(max_grad_norm),
             tuners,
             FROZEN=hold,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 _PAPER, _EXPERIMENTS, _OPTAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _THEORY, _OPTIMISTIC = tl.constexpr(3), tl.constexpr(4)
-"""`RULE`."""
+"""`RULE`: the rules in the order of `mechanic_plugins.kernels.gpu_tuner`."""
 _S_DECAY, _EPS, _S_INIT, _MAX_SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _SMOOTHING, _HINDSIGHT, _HASTE, _USUAL_LOSS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 """Places in `constants`: see `mechanic_plugins.kernels.gpu_tuner.constants_of`."""
