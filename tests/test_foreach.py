@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from mechanic_plugins import mechanize
 from mechanic_plugins.kernels import foreach, foreach_sums
 
+COUNTED = ("aten::dot", "aten::cat", "aten::linalg_vector_norm", "aten::addcmul", "aten::lerp")
 SHAPES = [(3, 5), (), (40,), (0, 2), (7, 2, 3, 3), (11,)]
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
     for module in (foreach, foreach_sums):
         monkeypatch.setattr(module, "waits_for_host", lambda device: True)
-        monkeypatch.setattr(module, "SMALL", 35)  # two of six are longer
-    monkeypatch.setattr(foreach_sums, "_MANY", 15)  # one is between
+        monkeypatch.setattr(module, "SMALL", 45)  # of six tensors one is longer
+    monkeypatch.setattr(foreach_sums, "_LONG", 35)  # one lies between
+    monkeypatch.setattr(foreach_sums, "_SHORT", 15)  # and one between these
     monkeypatch.setattr(foreach_sums, "_ROW", row)
 
 
@@ -115,7 +117,7 @@ def test_the_launches_do_not_grow_with_the_tensors(monkeypatch: pytest.MonkeyPat
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
                 optimizer.step()
         names = [event.name for event in profiler.events()]
-        counts.append(sum(name in ("aten::dot", "aten::cat", "aten::addcmul", "aten::lerp") for name in names))
+        counts.append(sum(name in COUNTED for name in names))
     assert counts[0] == counts[1] < 20
 
 

@@ -38,12 +38,21 @@ class Habit:
         return self._count > _ALIKE
 
 
-def captured(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Nothing runs while it is captured, so there is nothing to wait for."""
+def captured(
+    launch: Callable[[], T],
+    device: torch.device,
+    *,
+    stream: torch.cuda.Stream | None = None,
+    pool: Any = None,
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Nothing runs while it is captured, so there is nothing to wait for.
+
+    Graphs captured on one stream, with one pool, share their memory: they must be replayed one after the other.
+    """
     with on(device):
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with _recording(), torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
+        graph = torch.cuda.CUDAGraph()
+        with _recording(), torch.cuda.stream(stream or torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = launch()
             finally:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from mechanic_plugins.core.param_state import IndexRange, ParamState, needs_reference
 from mechanic_plugins.core.tuner_state import gradient_count, sums_of
+from mechanic_plugins.kernels.cuda import is_capturing
 from mechanic_plugins.kernels.dither import dithered
 from mechanic_plugins.kernels.foreach_sums import SMALL, local_sums, parts, reals, row_of, waits_for_host
+from mechanic_plugins.kernels.replays import Replays
 from mechanic_plugins.kernels.triton_support import ALIGNED
 
 __all__ = ["ForeachBatch", "has_fused_sgd", "move"]
@@ -45,6 +47,9 @@ class ForeachBatch:
         ]
         self.gradients = 0
         """How many there are in this step."""
+        self._sums_replays, self._move_replays = Replays(self._device), Replays(self._device)
+        self._scales: Tensor | None = None
+        """Where recorded moves read them."""
 
     def refresh_pointers(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether weights and gradients are still what they were."""
@@ -73,7 +78,8 @@ class ForeachBatch:
 
         Without `with_dx` <d, x> is left out, unless the penalty needs it.
         """
-        sums = local_sums(xs, grads, self.deltas, device=out.device, with_dx=with_dx or penalty != 0)
+        with_dx |= penalty != 0
+        sums = local_sums(xs, grads, self.deltas, device=out.device, with_dx=with_dx, replays=self._sums_replays)
         if maximize:
             sums[0].neg_()
         if penalty:
@@ -104,7 +110,18 @@ class ForeachBatch:
         """From the base's weights to Mechanic's."""
         here = slice(part.first, part.last)
         deltas, places, is_flat = _all_of(self.deltas[here]), self._places[here], self._is_flat[here]
-        move(xs, deltas, self.refs[here], snapshot, scales, places=places, is_flat=is_flat)
+
+        def launch(scales: Tensor) -> None:
+            move(xs, deltas, self.refs[here], snapshot, scales, places=places, is_flat=is_flat)
+
+        makes_no_copies = all(is_flat) and has_fused_sgd(xs[0]) and deltas[0].dtype == xs[0].dtype
+        if not makes_no_copies or is_capturing(self._device):
+            launch(scales)
+            return
+        self._scales = kept = scales.clone() if self._scales is None else self._scales.copy_(scales)
+        key = part, *(t.data_ptr() for tensors in (xs, deltas, snapshot) for t in tensors)
+        self._move_replays(key, lambda: launch(kept))
+        torch.autograd.graph.increment_version(xs)
 
     def move_to(
         self, part: IndexRange, xs: Sequence[Tensor], stepped: Sequence[Tensor], row: Tensor | None, scales: Tensor

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from mechanic_plugins.kernels.replays import Replays
+
 __all__ = ["SMALL", "local_sums", "parts", "reals", "row_of", "waits_for_host"]
 
 _CHUNK = {"cpu": 1 << 18}
@@ -19,8 +21,11 @@ trees, and have few launches to give."""
 SMALL, _ROW = 1 << 24, 1 << 26
 """Elements of a tensor that a GPU takes together with others, and of all of these at a time: one by one it would wait
 for the host."""
-_MANY = 1 << 18
-"""Elements of a tensor from which on it is read in place: to copy it would take a GPU longer than another launch."""
+_SHORT, _LONG = 1 << 18, 1 << 22
+"""Elements of a tensor up to which it costs a GPU less to copy it than to look at it by itself, and from which on more
+to copy its gradient than the host would need to start an inner product."""
+_KEPT = 1 << 22
+"""Elements of all short tensors up to which their sums are recorded: a CUDA graph keeps the copies."""
 _DOTS = 5
 """Inner products of a tensor's weights, gradient and delta."""
 
@@ -36,36 +41,43 @@ def local_sums(
     *,
     device: torch.device,
     with_dx: bool,
+    replays: Replays | None = None,
 ) -> Tensor:
     """<d, g>, <g, g>, <x, x>, <d, x> and <d, d> over tensors of one device, in float64 on `device`.
 
-    Without <d, x> there is 0 in its place.
+    Without <d, x> there is 0 in its place. `replays` of the same parameters: the sums are good until the next ones.
 
     Squares of finite float32 numbers overflow from 1.8e19 on. A CPU then sums once more in float64; to find out on a
     GPU would mean waiting for it.
     """
     rows = list(zip(xs, grads, deltas, strict=True))
-    sums = _sums(rows, device=device, with_dx=with_dx)
+    sums = _sums(rows, device=device, with_dx=with_dx, replays=replays)
     if sums.device.type == "cpu" and not all(map(math.isfinite, sums.tolist())):
         return _sums(rows, device=device, with_dx=with_dx, at_least=torch.float64)
     return sums
 
 
 def _sums(
-    rows: Sequence[_Row], *, device: torch.device, with_dx: bool, at_least: torch.dtype = torch.float32
+    rows: Sequence[_Row],
+    *,
+    device: torch.device,
+    with_dx: bool,
+    at_least: torch.dtype = torch.float32,
+    replays: Replays | None = None,
 ) -> Tensor:
     found: list[Tensor] = []
     if waits_for_host(rows[0][0].device):
-        short, middling, others = _by_length(rows)
-        found += [_dots_together(middling, at_least, with_dx=with_dx)] if middling else []
-        rows = [*others, *_joined(short)]
+        short, middling, long, rows = _by_length([_real_row(row) for row in rows] if rows[0][0].is_complex() else rows)
+        if short or middling:
+            found.append(_sums_together(short, middling, at_least, with_dx=with_dx, replays=replays))
+        if long:
+            found.append(_sums_of_long(long, at_least, with_dx=with_dx))
     dots: list[Tensor] = []
     for row in rows:
         _add_dots(row, dots, at_least, with_dx=with_dx)
     if dots:
         found.append(torch.stack(dots).to(device, non_blocking=True).view(-1, _DOTS).sum(0, dtype=torch.float64))
-    first, *rest = (part.to(device, non_blocking=True) for part in found)
-    return first + rest[0] if rest else first
+    return functools.reduce(torch.add, (part.to(device, non_blocking=True) for part in found))
 
 
 def _add_dots(row: _Row, dots: list[Tensor], at_least: torch.dtype, *, with_dx: bool) -> None:
@@ -92,28 +104,88 @@ def _part(row: Tensor, at: int, size: int, dtype: torch.dtype) -> Tensor:
     return part if part.dtype == dtype else part.to(dtype)
 
 
-def _by_length(rows: Sequence[_Row]) -> tuple[list[_WholeRow], list[_WholeRow], list[_Row]]:
-    """Short ones, middling ones, and those that are long or lack something."""
-    short, middling, others = list[_WholeRow](), list[_WholeRow](), list[_Row]()
+def _by_length(rows: Sequence[_Row]) -> tuple[list[_WholeRow], list[_WholeRow], list[_WholeRow], list[_Row]]:
+    """Short ones, middling ones, long ones, and those that are longer still or lack something."""
+    short, middling, long, others = list[_WholeRow](), list[_WholeRow](), list[_WholeRow](), list[_Row]()
     for x, grad, delta in rows:
         numel = x.numel()
         if grad is None or delta is None or numel > SMALL:
             others.append((x, grad, delta))
         else:
-            (short if numel < _MANY else middling).append((x, grad, delta))
-    return short, middling, others
+            (short if numel < _SHORT else middling if numel < _LONG else long).append((x, grad, delta))
+    return short, middling, long, others
 
 
-def _joined(short: Sequence[_WholeRow]) -> Iterator[_Row]:
+def _sums_together(
+    short: Sequence[_WholeRow],
+    middling: Sequence[_WholeRow],
+    at_least: torch.dtype,
+    *,
+    with_dx: bool,
+    replays: Replays | None,
+) -> Tensor:
+    """The five over all of them, by operations that take many tensors at once, and that a CUDA graph can hold.
+
+    Not so torch.dot: its library works in memory that belongs to the stream it was captured on.
+    """
+    tensors = [t for row in (*short, *middling) for t in row]
+    wide = torch.promote_types(tensors[0].dtype, at_least)
+    numels = [row[0].numel() for row in middling]
+    pieces = list(parts(numels))
+    room = tensors[0].new_empty(max((sum(numels[piece]) for piece in pieces), default=0), dtype=wide)
+
+    def launch() -> Tensor:
+        found = [_dots_of_copies(copies, wide, with_dx=with_dx) for copies in _joined(short)]
+        found += [_dots_in(room, middling[piece], with_dx=with_dx) for piece in pieces]
+        return torch.stack(found).sum(0, dtype=torch.float64)
+
+    if replays is None or not _can_record(tensors, short, wide):
+        return launch()
+    return replays((with_dx, room.data_ptr(), *map(Tensor.data_ptr, tensors)), launch)  # type: ignore[no-any-return]
+
+
+def _can_record(tensors: Sequence[Tensor], short: Sequence[_WholeRow], wide: torch.dtype) -> bool:
+    """Whether a graph would have to keep no copies but of short tensors, and of few."""
+    are_plain = all(t.dtype == wide and t.is_contiguous() for t in tensors)
+    return are_plain and sum(row[0].numel() for row in short) <= _KEPT
+
+
+def _joined(short: Sequence[_WholeRow]) -> Iterator[_WholeRow]:
     """Copies of weights, gradients and deltas in a few long rows of memory."""
     for here in parts([row[0].numel() for row in short]):
-        x, grad, delta = (_flatten_dense_tensors(reals(each)) for each in zip(*short[here], strict=True))  # type: ignore[no-untyped-call]
+        x, grad, delta = (_flatten_dense_tensors(each) for each in zip(*short[here], strict=True))  # type: ignore[no-untyped-call]
         yield x, grad, delta
 
 
-def _dots_together(middling: Sequence[_WholeRow], at_least: torch.dtype, *, with_dx: bool) -> Tensor:
-    """The five over all of them: nothing is copied, and the norms of all are one operation."""
-    xs, grads, deltas = map(reals, zip(*middling, strict=True))
+def _dots_of_copies(rows: _WholeRow, wide: torch.dtype, *, with_dx: bool) -> Tensor:
+    x, g, d = (row.to(wide) for row in rows)
+    gg, xx, dd = (torch.linalg.vector_norm(row).square() for row in (g, x, d))
+    dx = (d * x).sum() if with_dx else torch.zeros_like(xx)
+    return torch.stack([(d * g).sum(), gg, xx, dx, dd])
+
+
+def _dots_in(room: Tensor, rows: Sequence[_WholeRow], *, with_dx: bool) -> Tensor:
+    """Copies only the gradients, into `room`, to multiply them there."""
+    xs, grads, deltas = map(list, zip(*rows, strict=True))
+    row = room[: sum(x.numel() for x in xs)]
+    views = list(_unflatten_dense_tensors(row, xs))  # type: ignore[no-untyped-call]
+    torch._foreach_copy_(views, grads)
+    gg = torch.linalg.vector_norm(row).square()
+    torch._foreach_mul_(views, deltas)
+    dg = row.sum()
+    norms = torch.stack([*torch._foreach_norm(xs, dtype=room.dtype), *torch._foreach_norm(deltas, dtype=room.dtype)])
+    xx, dd = norms.square().view(2, -1).sum(1)
+    dx = torch.zeros_like(xx)
+    if with_dx:
+        torch._foreach_copy_(views, deltas)
+        torch._foreach_mul_(views, xs)
+        dx = row.sum()
+    return torch.stack([dg, gg, xx, dx, dd])
+
+
+def _sums_of_long(long: Sequence[_WholeRow], at_least: torch.dtype, *, with_dx: bool) -> Tensor:
+    """Nothing is copied, and the norms of all are one operation."""
+    xs, grads, deltas = map(list, zip(*long, strict=True))
     wide = torch.promote_types(xs[0].dtype, at_least)
     norms = [norm for tensors in (grads, xs, deltas) for norm in torch._foreach_norm(tensors, dtype=wide)]
     gg, xx, dd = torch.stack(norms).square().view(3, -1).sum(1, dtype=torch.float64)
@@ -123,13 +195,8 @@ def _dots_together(middling: Sequence[_WholeRow], at_least: torch.dtype, *, with
 
 
 def _sum_of_dots(some: Sequence[Tensor], others: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    dots = [torch.dot(_flat(a, dtype), _flat(b, dtype)) for a, b in zip(some, others, strict=True)]
+    dots = [torch.dot(a.reshape(-1).to(dtype), b.reshape(-1).to(dtype)) for a, b in zip(some, others, strict=True)]
     return torch.stack(dots).sum(dtype=torch.float64)
-
-
-def _flat(t: Tensor, dtype: torch.dtype) -> Tensor:
-    row = t.view(-1) if t.is_contiguous() else t.reshape(-1)  # the former is faster
-    return row if t.dtype == dtype else row.to(dtype)
 
 
 def row_of(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -149,6 +216,11 @@ def waits_for_host(device: torch.device) -> bool:
 def _real(t: Tensor) -> Tensor:
     """Complex parameters are pairs of real ones."""
     return torch.view_as_real(t) if t.is_complex() else t
+
+
+def _real_row(row: _Row) -> _Row:
+    x, grad, delta = row
+    return _real(x), None if grad is None else _real(grad), None if delta is None else _real(delta)
 
 
 def reals(tensors: Sequence[Tensor]) -> list[Tensor]:
