@@ -23,7 +23,7 @@ __all__ = ["TritonBatch"]
 
 SUM_BLOCK, SUM_WARPS, SUM_PROGRAMS = 4096, 8, 4
 MOVE_BLOCK, MOVE_WARPS, MOVE_PROGRAMS = 512, 4, 8
-FUSED_PROGRAMS = 40
+FUSED_PROGRAMS = 128
 """Elements a block, warps a program, and programs on each of the GPU's processors: what was fastest on an H200."""
 _COLLECT_BLOCK = 1024
 
