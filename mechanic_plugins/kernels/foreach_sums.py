@@ -51,6 +51,8 @@ def local_sums(
     GPU would mean waiting for it.
     """
     rows = list(zip(xs, grads, deltas, strict=True))
+    if xs[0].is_complex():
+        rows = [_in_pairs(row) for row in rows]
     sums = _sums(rows, device=device, with_dx=with_dx, replays=replays)
     if sums.device.type == "cpu" and not all(map(math.isfinite, sums.tolist())):
         return _sums(rows, device=device, with_dx=with_dx, at_least=torch.float64)
@@ -67,7 +69,7 @@ def _sums(
 ) -> Tensor:
     found: list[Tensor] = []
     if waits_for_host(rows[0][0].device):
-        short, middling, long, rows = _by_length([_real_row(row) for row in rows] if rows[0][0].is_complex() else rows)
+        short, middling, long, rows = _by_length(rows)
         if short or middling:
             found.append(_sums_together(short, middling, at_least, with_dx=with_dx, replays=replays))
         if long:
@@ -82,7 +84,7 @@ def _sums(
 
 def _add_dots(row: _Row, dots: list[Tensor], at_least: torch.dtype, *, with_dx: bool) -> None:
     """The five of each chunk, in turn."""
-    x, g, d = (None if t is None else _real(t).reshape(-1) for t in row)
+    x, g, d = (None if t is None else t.reshape(-1) for t in row)
     assert x is not None
     wide = torch.promote_types(x.dtype, at_least)
     chunk = _CHUNK.get(x.device.type, _ROW)
@@ -213,18 +215,15 @@ def waits_for_host(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _real(t: Tensor) -> Tensor:
-    """Complex parameters are pairs of real ones."""
-    return torch.view_as_real(t) if t.is_complex() else t
-
-
-def _real_row(row: _Row) -> _Row:
-    x, grad, delta = row
-    return _real(x), None if grad is None else _real(grad), None if delta is None else _real(delta)
+def _in_pairs(row: _Row) -> _Row:
+    """What `reals` does, of a complex parameter that may lack something."""
+    x, grad, delta = (None if t is None else torch.view_as_real(t) for t in row)
+    assert x is not None
+    return x, grad, delta
 
 
 def reals(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of tensors that are all complex, or none."""
+    """Complex parameters are pairs of real ones: of tensors that are all complex, or none."""
     return [torch.view_as_real(t) for t in tensors] if tensors and tensors[0].is_complex() else list(tensors)
 
 
