@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from mechanic_plugins.api import mechanize as mechanize
     from mechanic_plugins.api import unwrap as unwrap
     from mechanic_plugins.classes import Mechanized as Mechanized
+    from mechanic_plugins.core.settings import Settings as Settings
     from mechanic_plugins.optimizer import MechanicOptimizer as MechanicOptimizer
 
 __version__ = "0.1.0"
@@ -15,18 +16,19 @@ __version__ = "0.1.0"
 _HOMES = {
     "MechanicOptimizer": "optimizer",
     "Mechanized": "classes",
+    "Settings": "core.settings",
     "demechanize": "api",
     "mechanize": "api",
     "unwrap": "api",
 }
 
-__all__ = ["MechanicOptimizer", "Mechanized", "demechanize", "mechanize", "unwrap"]
+__all__ = ["MechanicOptimizer", "Mechanized", "Settings", "demechanize", "mechanize", "unwrap"]
 
 
-if not TYPE_CHECKING:  # mypy would take any name for one of ours
+if not TYPE_CHECKING:  # or mypy accepts any name
 
     def __getattr__(name: str) -> object:
-        """Loads torch with the first name that needs it: a script started by the runner may have to set it up first."""
+        """Imports torch on first use: a script under the runner may have to configure it first."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

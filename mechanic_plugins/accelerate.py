@@ -71,7 +71,6 @@ def _keeping_mechanic(mapping: Mapping) -> Mapping:
             sync_replicas=optimizer.sync_replicas,
             backend=optimizer.backend,
             max_grad_norm=optimizer.max_grad_norm,
-            total_steps=optimizer.total_steps,
             delta_dtype=optimizer.delta_dtype,
         )
 

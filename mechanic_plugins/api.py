@@ -1,8 +1,7 @@
-"""The functions a user needs."""
+"""The public functions: `mechanize`, `unwrap` and `demechanize`."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, overload
 
 from torch.optim import Optimizer
@@ -13,9 +12,9 @@ from mechanic_plugins.checkpoints.leaving import filled
 from mechanic_plugins.classes import Mechanized, class_with, not_built, wrap
 from mechanic_plugins.core.groups import release
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.options import Options, configured, parameters
+from mechanic_plugins.options import Options, configured
 
-__all__ = ["Options", "chain", "demechanize", "find", "mechanize", "unwrap"]
+__all__ = ["Options", "chain", "demechanize", "find", "mechanize", "peak_lr", "unwrap"]
 
 
 @overload
@@ -25,61 +24,42 @@ def mechanize(optimizer: type[Optimizer], **options: Unpack[Options]) -> type[Me
 def mechanize(
     optimizer: Optimizer | type[Optimizer], **options: Unpack[Options]
 ) -> MechanicOptimizer | type[Mechanized]:
-    """Wraps an optimizer so that the scale of its learning rate is learned while it trains.
+    """Wraps an optimizer so that the scale of its learning rate is learned during training.
 
-        opt = mechanize(torch.optim.AdamW(model.parameters()))           # an instance
-        opt = mechanize(torch.optim.AdamW, s_decay=0.0)(model.parameters())  # a class
+        opt = mechanize(torch.optim.AdamW(model.parameters()))                # an instance
+        opt = mechanize(torch.optim.AdamW, scope="group")(model.parameters())  # a class
 
-    What comes out is a `MechanicOptimizer`, or a subclass of it, which has the base in its name (`MechanicAdamW`). A
-    class is built with the base's own arguments, and takes these options too.
-
-    The base's lr, weight decay and schedule keep their meaning: the learning rate in force is `scale * lr`. What is
-    left None has the value in brackets, or the preset's.
+    The result is a `MechanicOptimizer` with the base in its class name (`MechanicAdamW`). A mechanized class takes the
+    base's own arguments, and these options. The base's lr, weight decay and schedule keep their meaning: the learning
+    rate in force is `scale * lr`.
 
     Args:
         optimizer: Any torch optimizer, or its class.
-        betas: One discount factor per bettor; their scales are summed.
-        s_init: The first scale ["auto": the first move is the share `first_move` of the weights' norm].
-        first_move: See s_init [3e-3; 5e-4 for SGD].
-        s_decay: The paper's lambda, a pull on the scale towards small weights [0].
-        eps: Added to sqrt(v) [0].
-        rule: "optimistic", or a published tuner with the constants it was published with: "paper", "experiments",
-            "optax" or "theory" ["optimistic"].
-        preset: "paper" sets the paper's rule and constants, "0.1" what version 0.1 of this package did by default.
-        normalize_lr: Let the result not depend on the base's lr: the constants above are stated for an lr of 1.
-        smoothing: Play a log-average of the scale; 0 plays it as it is [0.97].
-        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.15;
-            0.3 for SGD].
-        own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
-        scope: "all" learns one scale, "group" one for each param group.
-        max_scale: Never play a scale above this.
-        max_grad_norm: Clip the gradients in the step, as `torch.nn.utils.clip_grad_norm_` before it would: by the norm
-            of all gradients of all ranks, which the step knows anyway.
-        total_steps: The number of optimizer steps in the run, if it is known: in a short one (below 1,000) the scale
-            then rises sooner, in a long one (above) later [Lightning's and Hugging Face's plugins know it, and so do
-            torch's schedulers that end and are stepped once a step: cosine, linear, one-cycle, functions].
-        delta_dtype: `torch.bfloat16` keeps the sum of the base's updates in 2 bytes a parameter, rounded at random so
-            that it is right on average [float32; float64 for weights in it].
-        group: The ranks that share the parameters, where that is not all ranks.
-        sync_replicas: Average the sums over data-parallel replicas too, for replicas on unlike hardware.
-        backend: How the passes over memory are made: "fused" (the base's update and Mechanic's in one), "triton" or
-            "foreach" (around any base). "auto" takes the first of them that works here.
+        rule: A published tuner instead of the default: "paper", "experiments", "optax" or "theory".
+        scope: "all" learns one scale, "group" one per param group.
+        max_scale: Upper bound on the scale.
+        max_grad_norm: Clip the gradients in the step, as `torch.nn.utils.clip_grad_norm_` would before it, by the norm
+            over all ranks, which the step knows anyway.
+        delta_dtype: `torch.bfloat16` keeps the sum of the base's updates in 2 bytes per parameter, with stochastic
+            rounding [float32; float64 for float64 weights].
+        group: The ranks that share the parameters, if not all ranks.
+        sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
+        backend: "fused" (the base's update and Mechanic's in one pass), "triton" or "foreach" (around any base).
+            "auto" takes the first that works here.
+        settings: The tuner's constants as a `Settings` object, for research. Not with rule, scope or max_scale, which
+            it contains.
 
     Raises:
         ValueError: A value is out of range, or the optimizer cannot be mechanized.
-        TypeError: Not an optimizer.
+        TypeError: Not an optimizer, an unknown option, or a value of the wrong type.
     """
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         return class_with(optimizer, options)
     return wrap(optimizer, **configured(options))
 
 
-_optimizer = inspect.Parameter("optimizer", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-mechanize.__signature__ = inspect.Signature((_optimizer, *parameters()))  # type: ignore[attr-defined]
-
-
 def unwrap(optimizer: Any) -> MechanicOptimizer:
-    """The mechanized optimizer inside a framework's wrapper, where `scale` and `metrics()` are.
+    """Returns the mechanized optimizer inside a framework's wrapper.
 
         optimizer = accelerator.prepare(mechanize(torch.optim.AdamW(model.parameters())))
         unwrap(optimizer).metrics()
@@ -95,12 +75,12 @@ def unwrap(optimizer: Any) -> MechanicOptimizer:
         raise TypeError(not_built(optimizer))
     found = find(optimizer)
     if found is None:
-        raise TypeError(f"there is no mechanized optimizer in {chain(optimizer)}: mechanize() it before it is wrapped.")
+        raise TypeError(f"no mechanized optimizer in {chain(optimizer)}: mechanize() it before wrapping it.")
     return found
 
 
 def find(optimizer: Any) -> MechanicOptimizer | None:
-    """As `unwrap`, and None where there is none."""
+    """As `unwrap`, or None."""
     while optimizer is not None and not isinstance(optimizer, MechanicOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     if optimizer is None:
@@ -120,28 +100,34 @@ def chain(optimizer: Any) -> str:
 
 
 def demechanize(optimizer: Any) -> Optimizer:
-    """The base optimizer, its lr multiplied by the learned scale, its moments kept.
+    """Returns the base optimizer with the learned learning rate as its lr, its moments kept.
 
-    With `scope="group"`, a group that has learned nothing, because it is empty or was frozen all along, takes the
-    smallest of the other groups' scales. A scheduler built before holds the old learning rates: build a new one on what
-    this returns. A framework's wrapper around the optimizer is looked into (see `unwrap`), but still holds Mechanic
-    afterwards: hand it the new one.
+    The lr is `optimizer.learned_lr`, the highest that was in force; param groups keep their ratios. With
+    `scope="group"`, a group that learned nothing (empty, or always frozen) takes the smallest scale of the others.
+    Build a new scheduler on the result: an existing one holds the old learning rates. A framework's wrapper is looked
+    into (see `unwrap`) but still holds Mechanic afterwards.
 
     Raises:
         TypeError: Not mechanized.
         RuntimeError: Nothing was learned yet.
     """
     mechanic = unwrap(optimizer)
+    learned, groups = mechanic.learned_lr, mechanic.param_groups
     try:
         scales = filled(mechanic.scales.tolist())
     except ValueError as error:
-        raise RuntimeError(
-            f"{error}: training with a learning rate of 0 would stand still. Train a few steps before demechanize()."
-        ) from error
-    for group, scale in zip(mechanic.param_groups, scales, strict=True):
-        for key in ("lr", "initial_lr"):
-            if group.get(key) is not None:
-                group[key] = group[key] * scale
-    checkpoint.strip(mechanic.param_groups, mechanic.state)
-    release(mechanic.param_groups)
+        raise RuntimeError(f"{error}: the learning rate would be 0. Train a few steps before demechanize().") from error
+    lrs = [scale * peak_lr(group) for scale, group in zip(scales, groups, strict=True)]
+    for group, lr in zip(groups, lrs, strict=True):
+        if group.get("lr") is not None:
+            group["lr"] = group["lr"] * 0 + learned * lr / max(lrs)  # a tensor stays one
+            group.pop("initial_lr", None)  # a new scheduler starts at lr
+    checkpoint.strip(groups, mechanic.state)
+    release(groups)
     return mechanic.base
+
+
+def peak_lr(group: dict[str, Any]) -> float:
+    """The highest lr of a group's schedule: schedulers note where they began or, as OneCycleLR, how high they go."""
+    lrs = (group.get(key) for key in ("max_lr", "initial_lr", "lr"))
+    return float(next((lr for lr in lrs if lr is not None), 1.0))

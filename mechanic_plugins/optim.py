@@ -1,13 +1,12 @@
-"""Mechanized optimizers as classes, for programs that want one by its dotted name or look at its signature.
+"""Mechanized optimizers as classes, for programs that take one by its dotted name or read its signature.
 
     from mechanic_plugins.optim import AdamW
-    optimizer = AdamW(model.parameters(), weight_decay=0.1, s_decay=0.0)
+    optimizer = AdamW(model.parameters(), weight_decay=0.1, scope="group")
 
     --optimizer mechanic_plugins.optim.AdamW
 
-Each takes the arguments of the optimizer that it is named after, then the options of `mechanize`. Where both have an
-argument of one name, it is the optimizer's, and Mechanic's is `mechanic_betas`, `mechanic_eps`. The lr is 1 by default,
-and the learned scale is then the learning rate itself.
+Each takes the arguments of the optimizer it is named after, then the options of `mechanize`. The default lr is 1, so
+that the learned scale is the learning rate itself.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from mechanic_plugins.options import Options, hint
 __all__ = ["SGD", "Adafactor", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "NAdam", "RMSprop", "wrap"]
 
 _ON_DEMAND = {"AdamW8bit": "bitsandbytes"}
-"""Their packages are imported when they are asked for."""
+"""Their packages are imported on first access."""
 
 
 def wrap(optimizer_class: type[Optimizer], **options: Unpack[Options]) -> type[Mechanized]:
-    """A class like those of this module, of any optimizer class.
+    """A class like those of this module, for any optimizer class.
 
-        MyOptimizer = wrap(package.MyOptimizer, s_decay=0.0)
+        MyOptimizer = wrap(package.MyOptimizer, scope="group")
 
     Args:
         optimizer_class: A subclass of `torch.optim.Optimizer`.
@@ -44,22 +43,14 @@ def wrap(optimizer_class: type[Optimizer], **options: Unpack[Options]) -> type[M
         TypeError: Not an optimizer class.
         ValueError: The class is mechanized already, or an option is out of range.
     """
-    _refuse_other_than_class(optimizer_class)
+    given: Any = optimizer_class
+    if not (isinstance(given, type) and issubclass(given, Optimizer)):
+        raise TypeError(f"wrap() takes a subclass of torch.optim.Optimizer, got {given!r}: see mechanize().")
     return class_with(optimizer_class, options, _lr(optimizer_class))
 
 
-def _refuse_other_than_class(given: Any) -> None:
-    if isinstance(given, Optimizer):
-        raise TypeError(
-            f"wrap() takes a class, got an instance of {type(given).__name__}: mechanize(optimizer) is for one that is "
-            "built already."
-        )
-    if not (isinstance(given, type) and issubclass(given, Optimizer)):
-        raise TypeError(f"wrap() takes a subclass of torch.optim.Optimizer, got {given!r}.")
-
-
 def _lr(base: type[Optimizer]) -> float | None:
-    """1, except where lr is more than a factor: Adafactor's is also a bound on its steps."""
+    """1, unless lr is more than a factor: Adafactor's also bounds its steps."""
     return 1.0 if known_bases.is_kind_linear_in_lr(base) else None
 
 
@@ -77,6 +68,9 @@ Adafactor = _named("Adafactor", torch.optim.Adafactor)
 Lion = _named("Lion", lion.Lion)
 Muon = _named("Muon", muon.MuonWithAdamW)
 
+# torch.load(weights_only=True) of a checkpoint that names one of these classes, as darts' do
+torch.serialization.add_safe_globals([AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, Adafactor, Lion, Muon])
+
 
 def __getattr__(name: str) -> Any:
     if name not in _ON_DEMAND:
@@ -85,12 +79,11 @@ def __getattr__(name: str) -> Any:
     package = _ON_DEMAND[name]
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"{__name__}.{name} needs {package}: pip install {package}")
-    made = _named(name, getattr(importlib.import_module(package).optim, name))
-    globals()[name] = made
-    return made
+    globals()[name] = _named(name, getattr(importlib.import_module(package).optim, name))
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
-    """Without those whose package is missing: whoever lists the module may ask for all of them."""
+    """Only names that can be imported here."""
     found = {name for name, package in _ON_DEMAND.items() if importlib.util.find_spec(package) is not None}
     return sorted({*globals(), *found})

@@ -1,7 +1,7 @@
 """Hugging Face: `--optim mechanic_adamw` in Trainer and TrainingArguments.
 
     import mechanic_plugins.transformers
-    TrainingArguments(optim="mechanic_adamw", optim_args="s_decay=0.0")
+    TrainingArguments(optim="mechanic_adamw", optim_args="scope=group")
 
 The import registers the names of `mechanic_plugins.hf.optim_names.BASES`. transformers has no registry, so three places
 are patched in memory: the enum of names, the static method that turns a name into a class, and the constructor that
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import math
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -33,13 +33,13 @@ if importlib.util.find_spec("accelerate") is None:
     raise ImportError("transformers' Trainer needs accelerate: pip install 'mechanic-plugins[transformers]'")
 
 import mechanic_plugins.accelerate as accelerate_plugin
-from mechanic_plugins.api import chain, find
+from mechanic_plugins.api import chain, find, peak_lr
 from mechanic_plugins.hf.bases import Found, class_and_kwargs, is_mechanic, name_of
 from mechanic_plugins.hf.checkpoint import demechanize_checkpoint, refuse_unscaled_resume
 from mechanic_plugins.hf.optim_names import BASES, PREFIX, add_name, add_names
 from mechanic_plugins.hf.schedules import objection
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.summary import TOO_SHORT, ScaleHistory, is_still_rising, peak_lr, report
+from mechanic_plugins.summary import ScaleHistory, remarks, report
 
 __all__ = ["MechanicCallback", "demechanize_checkpoint", "register"]
 
@@ -92,7 +92,7 @@ logger = logging.get_logger("transformers.mechanic")  # as loud as transformers 
 class MechanicCallback(TrainerCallback):
     """Adds the scale to every training log. Added to the Trainer automatically.
 
-    At the end it logs the learning rate that was found, and adds it to the metrics as `mechanic/peak_lr`.
+    At the end it logs the learned learning rate, and adds it to the metrics as `mechanic/peak_lr`.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,6 @@ class MechanicCallback(TrainerCallback):
         mechanic = find(optimizer)
         if mechanic is not None:
             _warn_of_schedule(args, state)
-            _tell_total_steps(mechanic, state)
         elif is_mechanic(args):
             raise RuntimeError(
                 f"--optim {name_of(args)} was requested, but the optimizer is {chain(optimizer)} without Mechanic: it "
@@ -149,7 +148,7 @@ class MechanicCallback(TrainerCallback):
         if "loss" in logs:
             metrics = _worth_logging(mechanic)
         elif "train_runtime" in logs and len(self.history):
-            metrics = {"mechanic/peak_lr": max(map(math.prod, self.history.peaks()))}
+            metrics = {"mechanic/peak_lr": mechanic.learned_lr}
         logs.update(metrics)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(metrics)  # Trainer has copied the logs there already
@@ -165,18 +164,13 @@ class MechanicCallback(TrainerCallback):
         mechanic = find(optimizer)
         if mechanic is None or not len(self.history):
             return
-        line, is_rising = report(mechanic, self.history), is_still_rising(self.history)
+        lines = [report(mechanic), *remarks(mechanic, self.history)]
         if state.is_world_process_zero:
-            logger.warning(line)
-            if is_rising:
-                logger.warning(TOO_SHORT)
-
-
-def _tell_total_steps(mechanic: MechanicOptimizer, state: TrainerState) -> None:
-    if mechanic.total_steps is None and state.max_steps > 0:
-        mechanic.total_steps = state.max_steps
-        if state.is_world_process_zero:
-            logger.info(f"Mechanic: the run has {state.max_steps} optimizer steps.")
+            if not args.disable_tqdm:
+                sys.stderr.write("\n")  # tqdm's bar has no line end yet
+                sys.stderr.flush()
+            for line in lines:
+                logger.warning(line)
 
 
 def _warn_of_schedule(args: TrainingArguments, state: TrainerState) -> None:
@@ -222,7 +216,7 @@ def _patch_lookup() -> None:
 def _patch_callbacks() -> None:
     """Gives every Trainer the callback. Idempotent.
 
-    By the class that calls them: programs such as ms-swift put a list of their own in the place of DEFAULT_CALLBACKS.
+    Patches the class that calls them: programs such as ms-swift replace DEFAULT_CALLBACKS.
     """
     original = CallbackHandler.__init__
     if hasattr(original, "_mechanic"):
@@ -233,7 +227,7 @@ def _patch_callbacks() -> None:
         callbacks = list(callbacks)
         kinds = [each if isinstance(each, type) else type(each) for each in callbacks]
         if not any(issubclass(kind, MechanicCallback) for kind in kinds):
-            callbacks.insert(1, MechanicCallback)  # behind the flow, before those that read the logs
+            callbacks.insert(1, MechanicCallback)  # after DefaultFlowCallback, before those that read the logs
         original(self, callbacks, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     __init__._mechanic = True  # type: ignore[attr-defined]

