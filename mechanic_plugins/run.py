@@ -1,27 +1,26 @@
-"""Runs a program as it is, with Mechanic in it.
+"""Runs a program unchanged, with Mechanic in it.
 
-    mechanic-run script.py --optim mechanic_adamw ...
-    mechanic-run --replace torch.optim.AdamW script.py ...
-    mechanic-run --probe 200 script.py ...
+    mechanic-run script.py --optim mechanic_adamw ...         for transformers' Trainer
+    mechanic-run --replace torch.optim.AdamW script.py ...    for any program
+    mechanic-run --probe 200 script.py ...                    learn a learning rate, then stop
 
-The first line is for transformers' Trainer: `--optim` knows Mechanic's names, and DeepSpeed's configs know
-"MechanicAdamW" and its like. The others need no name; they are for any program:
-
+Options, before the script:
     --replace CLASS    mechanize every optimizer of this class that the program builds
     --replace OLD=NEW  the same, around another class: prodigyopt.Prodigy=torch.optim.AdamW
-    --options K=V,...  keywords of mechanize() for them: scope=group,s_decay=0.01
-    --probe STEPS      train so many steps, print the learned lr, stop with status 0
+    --options K=V,...  options of mechanize() for them: scope=group,max_grad_norm=1
+    --probe STEPS      train this many steps, print the learned lr, exit with status 0
 
-`mechanic-run` is short for `python -m mechanic_plugins.run`. The target is a script, `-m package.module`, or a command
-(torchrun, accelerate, deepspeed, ./train.sh): python processes that the program starts have Mechanic too. A launcher
-may also start the runner:
+`mechanic-run` is `python -m mechanic_plugins.run`. The target is a script, `-m package.module`, or a command (torchrun,
+accelerate, deepspeed, ./train.sh); Python processes that it starts get Mechanic too. A launcher may also start the
+runner:
 
     torchrun ... -m mechanic_plugins.run script.py --optim mechanic_adamw ...
     accelerate launch ... -m mechanic_plugins.run script.py --optim mechanic_adamw ...
     deepspeed ... --module mechanic_plugins.run script.py --optim mechanic_adamw ...
 
-The exit status is the program's, but where that is 0: 3 if the command line has a mechanic_ name and the program has
-trained without Mechanic; 4 if --replace replaced nothing, or --probe saw no step. It is 2 for a bad command line.
+The exit status is the program's, unless that is 0 and Mechanic did not do what was asked: 3 if an optimizer trained
+without Mechanic, 4 if --replace replaced nothing or --probe saw no step, 6 if a mechanized optimizer made no step.
+It is 2 for a bad command line.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from typing import Any
 from mechanic_plugins import hook
 from mechanic_plugins.runner import active, command
 from mechanic_plugins.runner.arguments import parse
-from mechanic_plugins.runner.console import LOST, NOTHING, say, stop
+from mechanic_plugins.runner.console import IDLE, LOST, NOTHING, say, stop
 from mechanic_plugins.runner.events import Events
 from mechanic_plugins.runner.plan import Plan
 
@@ -52,12 +51,12 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 
 def main() -> None:
-    """Takes the target and its arguments from the command line."""
+    """The command line."""
     plan, target, arguments = parse(sys.argv[1:], str(__doc__))
     if not plan.replace and importlib.util.find_spec("transformers") is None:
         stop(
-            "there is no transformers whose --optim could learn Mechanic's names: "
-            "pip install 'mechanic-plugins[transformers]', or say which optimizer to --replace."
+            "transformers, whose --optim would get Mechanic's names, is not installed: "
+            "pip install 'mechanic-plugins[transformers]', or name an optimizer to --replace."
         )
     refuse_unknown(plan, [target, *arguments])
     ours = {__file__, runpy.__file__, "<frozen runpy>", hook.__file__, active.__file__, *_started_by()}
@@ -72,17 +71,17 @@ def main() -> None:
 
 
 def refuse_unknown(plan: Plan, words: list[str]) -> None:
-    """A package that is not there cannot be replaced: known before hours of training. Nothing is imported."""
+    """Fails before training if a package to replace is missing. Nothing is imported."""
     scripts = [str(Path(word).resolve().parent) for word in words if word.endswith(".py")]
     for name in (name for each in plan.replace if not plan.is_default for name in (each.old, each.new) if name):
         package = name.partition(".")[0]
         if importlib.util.find_spec(package) is None and not PathFinder.find_spec(package, [*scripts, str(Path.cwd())]):
-            stop(f"--replace {name}: there is no package {package!r} here. Is the name right, and {package} installed?")
+            stop(f"--replace {name}: no package {package!r} found. Is the name right, and {package} installed?")
 
 
 @contextlib.contextmanager
 def _checked(plan: Plan, events: Events, arguments: list[str]) -> Iterator[None]:
-    """Within, the plan is at work. A program that has ended well must have done what was asked for."""
+    """Activates the plan, and checks afterwards that a successful program did what was asked."""
     watch = active.activate(plan)
     try:
         yield
@@ -93,7 +92,7 @@ def _checked(plan: Plan, events: Events, arguments: list[str]) -> Iterator[None]
         _check(plan, events, arguments)
         sys.exit(0)
     except Exception:
-        if not events.of("probed"):  # after that it is but the echo of processes that were stopped
+        if not events.of("probed"):  # stopped processes may raise after a probe
             raise
     watch.finish()
     _check(plan, events, arguments)
@@ -101,18 +100,25 @@ def _checked(plan: Plan, events: Events, arguments: list[str]) -> Iterator[None]
 
 def _check(plan: Plan, events: Events, arguments: list[str]) -> None:
     """Over all processes."""
-    others = ", ".join(sorted(events.of("built")))
+    others = ", ".join(sorted(events.of("built"))) or "none"
     if {"-h", "--help"} & set(arguments):
         return
     if plan.probe and not events.of("probed"):
-        stop(
-            f"--probe {plan.probe}: no mechanized optimizer made a step (optimizers built: {others or 'none'}).",
-            NOTHING,
-        )
+        stop(f"--probe {plan.probe}: no mechanized optimizer made a step (optimizers built: {others}).", NOTHING)
     if plan.replace and not plan.is_default:
         _check_replaced(plan, events, others)
     elif not events.of("mechanic"):
         _check_names(arguments, others)
+    if missed := events.of("missed"):
+        stop(
+            f"{', '.join(sorted(missed))} trained without Mechanic: its __new__ does not pass its arguments on. Let it "
+            "call super().__new__(cls, *args, **kwargs), or mechanize() it in the program.",
+            LOST,
+        )
+    if idle := events.of("idle"):
+        stop(f"warning: Mechanic made no step in {'; '.join(sorted(idle))}: it trained without Mechanic.", IDLE)
+    if events.of("mechanic") and not events.of("stepped"):
+        say("warning: a mechanized optimizer was built, but made no step.")
 
 
 def _check_replaced(plan: Plan, events: Events, others: str) -> None:
@@ -120,8 +126,8 @@ def _check_replaced(plan: Plan, events: Events, others: str) -> None:
     missing = [each.old for each in plan.replace if each.old not in replaced]
     if not replaced:
         stop(
-            f"--replace {' --replace '.join(missing)} replaced nothing (optimizers built: {others or 'none'}). Name "
-            "the class that the program builds.",
+            f"--replace {' --replace '.join(missing)} replaced nothing (optimizers built: {others}). Name the class "
+            "that the program builds.",
             NOTHING,
         )
     if missing:
@@ -129,17 +135,17 @@ def _check_replaced(plan: Plan, events: Events, others: str) -> None:
 
 
 def _check_names(arguments: list[str], others: str) -> None:
-    """Says so where a program has ended well and nothing was mechanized."""
+    """For a program that ended well with nothing mechanized."""
     asked = [value for value in (arg.rpartition("=")[2] for arg in arguments) if re.fullmatch(r"mechanic_\w+", value)]
-    if asked and others:
+    if asked and others != "none":
         stop(
             f"{asked[0]} was asked for, but the program trained with {others}, without Mechanic: it does not take its "
-            f"optimizer from transformers' --optim. Run it with --replace and the class that it builds.",
+            "optimizer from transformers' --optim. Run it with --replace and the class that it builds.",
             LOST,
         )
-    if others or "torch" in sys.modules:
-        hint = ": name their class, as --replace torch.optim.AdamW." if others else "."
-        say(f"warning: nothing was mechanized (optimizers built: {others or 'none'}){hint}")
+    if others != "none" or "torch" in sys.modules:
+        hint = ": name their class, as --replace torch.optim.AdamW." if others != "none" else "."
+        say(f"warning: nothing was mechanized (optimizers built: {others}){hint}")
 
 
 def _run_module(arguments: list[str]) -> None:

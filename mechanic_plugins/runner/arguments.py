@@ -30,7 +30,7 @@ def parse(words: list[str], usage: str) -> Command:
     """Reads `[options] target [its arguments]`. Bad ones are refused before anything is started."""
     options, ranks, rest = _own_options(words)
     if not rest:
-        stop("which script? Usage: python -m mechanic_plugins.run [script.py | -m module] [its arguments]")
+        stop(f"no script given.\n\n{usage}")
     if rest[0] in ("-h", "--help"):
         sys.stdout.write(f"{usage}\n")
         sys.exit(0)
@@ -38,7 +38,7 @@ def parse(words: list[str], usage: str) -> Command:
     target, arguments = rest[0], rest[1:]
     if target == "-m":
         if not arguments:
-            stop("which module? Usage: python -m mechanic_plugins.run -m module [its arguments]")
+            stop("-m needs a module: mechanic-run -m module [its arguments]")
         return Command(plan, target, [arguments[0], *ranks, *arguments[1:]])
     if target.startswith("-"):
         similar = difflib.get_close_matches(target.partition("=")[0], _OPTIONS, n=1)
@@ -48,7 +48,7 @@ def parse(words: list[str], usage: str) -> Command:
 
 
 def _own_options(words: list[str]) -> tuple[list[tuple[str, str]], list[str], list[str]]:
-    """DeepSpeed's launcher puts its --local_rank before the script's name: behind it, the script sees it as usual."""
+    """DeepSpeed's launcher puts its --local_rank before the script; it is moved behind, where the script expects it."""
     options, ranks, rest = [], [], list(words)
     while rest and (rest[0].startswith("--local_rank") or rest[0].partition("=")[0] in _OPTIONS):
         word = rest.pop(0)
@@ -58,7 +58,7 @@ def _own_options(words: list[str]) -> tuple[list[tuple[str, str]], list[str], li
         name, equals, value = word.partition("=")
         if not equals:
             if not rest:
-                stop(f"{name} wants a value: {_EXAMPLES[name]}")
+                stop(f"{name} needs a value: {_EXAMPLES[name]}")
             value = rest.pop(0)
         options.append((name, value))
     return options, ranks, rest
@@ -66,7 +66,7 @@ def _own_options(words: list[str]) -> tuple[list[tuple[str, str]], list[str], li
 
 _EXAMPLES = {
     "--replace": "--replace torch.optim.AdamW",
-    "--options": "--options scope=group,s_decay=0.01",
+    "--options": "--options scope=group,max_grad_norm=1",
     "--probe": "--probe 200",
 }
 
@@ -76,11 +76,11 @@ def _plan(options: list[tuple[str, str]]) -> Plan:
     probes = [_steps(value) for name, value in options if name == "--probe"]
     texts = [value for name, value in options if name == "--options"]
     if texts and not (replace or probes):
-        stop("--options says how --replace mechanizes: add --replace torch.optim.AdamW, or leave it out.")
+        stop("--options is for --replace: add --replace torch.optim.AdamW, or leave it out.")
     old = [each.old for each in replace]
     for name in old:
         if old.count(name) > 1:
-            stop(f"--replace {name} is there more than once: keep one.")
+            stop(f"--replace {name} is given more than once: keep one.")
     return Plan(
         replace or (_BY_DEFAULT if probes else ()),
         options=",".join(texts),
@@ -95,7 +95,7 @@ def _replacement(text: str) -> Replacement:
         parts = name.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
             stop(
-                f"--replace wants a class by its dotted name, as torch.optim.AdamW, or two with = between them, as "
+                f"--replace needs a class's dotted name, as torch.optim.AdamW, or two, as "
                 f"prodigyopt.Prodigy=torch.optim.AdamW; got {text!r}."
             )
     return Replacement(old, new)
@@ -103,8 +103,5 @@ def _replacement(text: str) -> Replacement:
 
 def _steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 16:
-        stop(
-            f"--probe wants a number of optimizer steps, at least 16, got {text!r}: 200 is a good start. A scale has "
-            "hardly left its start after fewer."
-        )
+        stop(f"--probe needs at least 16 optimizer steps, got {text!r}. Try 200.")
     return int(text)

@@ -11,8 +11,8 @@ from pathlib import Path
 __all__ = ["Events", "Kind"]
 
 Kind = str
-"""For the runner: "built" (a class), "mechanic", "replaced" (a name), "probed", "reported". The others, "told" and
-"plain", only keep a process from repeating itself."""
+"""Read by the runner: "built" (a class), "mechanic", "stepped", "idle" and "missed" (a class), "replaced" (a name),
+"probed", "reported". "told" and "plain" only keep a process from repeating itself."""
 
 
 class Events:

@@ -1,9 +1,8 @@
 """`--replace torch.optim.AdamW`: calling that class returns a mechanized optimizer.
 
-The class itself stays where it is, so `from torch.optim import AdamW`, `torch.optim.adamw.AdamW` and
-`getattr(torch.optim, name)` need no care; only its `__new__` is new. What it returns is an instance of a class made
-here: a subclass of `MechanicOptimizer` and of the class that was called, under the latter's name, so that `isinstance`
-and `type(optimizer).__name__` say what the program expects.
+The class stays where it is, however the program imports it; only its `__new__` is replaced. It returns an instance of a
+class made here: a subclass of `MechanicOptimizer` and of the class that was called, under the latter's name, so that
+`isinstance` and `type(optimizer).__name__` are what the program expects.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mechanic_plugins.hook import after_import
 from mechanic_plugins.runner.console import is_first_rank, say, stop
 from mechanic_plugins.runner.events import Events
 from mechanic_plugins.runner.plan import Plan, Replacement
-from mechanic_plugins.runner.watch import is_mechanic
+from mechanic_plugins.runner.watch import MISSED, is_mechanic
 
 __all__ = ["wait_for"]
 
@@ -37,7 +36,7 @@ def wait_for(replacement: Replacement, plan: Plan, events: Events) -> None:
 
 
 def _looked_up(name: str, module: ModuleType, plan: Plan) -> Any:
-    """The class, or None for one of the defaults that this torch has not got."""
+    """The class, or None for a default that this torch lacks."""
     last = name.rpartition(".")[2]
     found = getattr(module, last, None)
     if found is None and plan.is_default:
@@ -48,7 +47,7 @@ def _looked_up(name: str, module: ModuleType, plan: Plan) -> Any:
         hint = f": did you mean {module.__name__}.{by_lower[similar[0]]}?" if similar else "."
         stop(f"--replace {name}: {module.__name__} has no {last}{hint}")
     if not isinstance(found, type) or not any(c.__module__ == "torch.optim.optimizer" for c in found.__mro__):
-        stop(f"--replace {name} is no class of optimizers, a subclass of torch.optim.Optimizer, but {found!r}.")
+        stop(f"--replace {name} must be a subclass of torch.optim.Optimizer, got {found!r}.")
     if is_mechanic(found) or found.__module__ == "torch.optim.optimizer":
         stop(f"--replace {name}: name the plain class that the program builds, such as torch.optim.AdamW.")
     return found
@@ -69,14 +68,18 @@ class _Replaced:
         @functools.wraps(self.old.__init__)
         def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807  a method, made here
             caller = sys._getframe(1)
-            if (args or kwargs) and self._is_meant(cls) and not _is_ours(caller):
+            is_meant = self._is_meant(cls) and not _is_ours(caller)
+            if is_meant and (args or kwargs):
                 return self._mechanized(cls, caller, args, kwargs)
-            return self._plain(cls, args, kwargs)
+            plain = self._plain(cls, args, kwargs)
+            if is_meant and caller.f_code.co_name == "__new__":  # a subclass's own, which kept the arguments to itself
+                setattr(plain, MISSED, True)
+            return plain
 
         self.old.__new__ = staticmethod(__new__)
 
     def _is_meant(self, cls: Any) -> bool:
-        """A program's subclasses are; another class of the same package is not, as torch's AdamW, which is an Adam."""
+        """Includes a program's subclasses, but no other class of the same package: torch's AdamW is an Adam."""
         package = self.old.__module__.partition(".")[0]
         own = (parent for parent in cls.__mro__ if parent.__module__.partition(".")[0] == package)
         return next(own) is self.old and not is_mechanic(cls)
@@ -91,17 +94,18 @@ class _Replaced:
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         if self._base:
             base, left_out = _built_as(_imported(self._base), cls, args, kwargs)
+            _pass_for_prodigy_plus(base, cls)
         else:
             base, left_out = self._plain(cls, args, kwargs), ""
             base.__init__(*args, **kwargs)
         try:
             optimizer = _wrapped(base, class_for(cls, bool(self._base)), self._plan.options)
         except ValueError as error:
-            raise ValueError(f"{error} By the runner: --replace {self._name}=torch.optim.AdamW") from error
-        self._tell(cls, base, where, left_out)
+            raise ValueError(f"{error} With the runner: --replace {self._name}=torch.optim.AdamW") from error
+        self._announce(cls, base, where, left_out)
         return optimizer
 
-    def _tell(self, cls: Any, base: Any, where: str, left_out: str) -> None:
+    def _announce(self, cls: Any, base: Any, where: str, left_out: str) -> None:
         self._events.note("replaced", self._name)
         file = where.rpartition(":")[0]
         if not self._events.note("told", f"{cls.__qualname__} {file}") or not is_first_rank():
@@ -109,14 +113,14 @@ class _Replaced:
         around = "" if type(base) is cls else f", around {type(base).__module__}.{type(base).__qualname__}"
         say(f"{cls.__module__}.{cls.__qualname__} built at {where} is mechanized{around}.")
         if left_out:
-            say(f"warning: {left_out} has no meaning for {type(base).__name__} with Mechanic and was left out.")
+            say(f"warning: {left_out} has no meaning for {type(base).__name__} with Mechanic and was dropped.")
 
 
 # -------------------------------------------------------------------- whose call it is
 
 
 def _is_ours(caller: FrameType) -> bool:
-    """Whether this package builds a base, or a person has already mechanized the class by hand."""
+    """Whether this package builds a base, or the program mechanizes the class itself."""
     return str(caller.f_globals.get("__name__")).startswith("mechanic_plugins.")
 
 
@@ -125,8 +129,8 @@ def _refuse_owner(cls: Any, caller: FrameType) -> None:
     module = str(caller.f_globals.get("__name__"))
     if module.startswith("torch.distributed.optim."):
         raise ValueError(
-            f"{cls.__name__} cannot be mechanized inside {module}: each would learn a scale of its own from a part of "
-            "the gradient. Shard with fully_shard (FSDP2) instead, or do not --replace it."
+            f"{cls.__name__} cannot be mechanized inside {module}: each instance would learn its own scale from "
+            "part of the gradient. Shard with fully_shard (FSDP2) instead, or do not --replace it."
         )
 
 
@@ -134,7 +138,7 @@ def _refuse_owner(cls: Any, caller: FrameType) -> None:
 
 
 def _default_base(old: Any) -> str:
-    """Prodigy learns the scale of AdamW's steps itself: with Mechanic in its place, AdamW is what is left of it."""
+    """Prodigy is AdamW with a learned scale: with Mechanic in its place, AdamW remains."""
     return "torch.optim.AdamW" if "prodigy" in old.__name__.lower() else ""
 
 
@@ -147,7 +151,7 @@ def _imported(name: str) -> Any:
 
 
 def _built_as(new: Any, old: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
-    """A base of another class from the old one's arguments and defaults, and which arguments it has no use for."""
+    """A base of another class from the old one's arguments and defaults, and the arguments it does not take."""
     signature = inspect.signature(old.__init__)
     bound = signature.bind(None, *args, **kwargs)
     bound.apply_defaults()
@@ -161,6 +165,14 @@ def _built_as(new: Any, old: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return new(**{key: value for key, value in given.items() if key in known}), ", ".join(left_out)
 
 
+def _pass_for_prodigy_plus(base: Any, old: Any) -> None:
+    """SimpleTuner moves these entries of ProdigyPlusScheduleFree's groups to the device."""
+    if old.__module__.startswith("prodigyplus"):
+        for group in base.param_groups:
+            for key in ("running_d_numerator", "running_d_denom"):
+                group.setdefault(key, group["params"][0].new_zeros(()).detach())
+
+
 # -------------------------------------------------------------------- the class that the program gets
 
 
@@ -170,7 +182,7 @@ def _wrapped(base: Any, kind: Any, options: str) -> Any:
 
     try:
         configuration = configured(split_optim_args(options)[0])
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         stop(str(error).replace("optim_args", "--options"))
     optimizer = object.__new__(kind)
     super(kind, optimizer).__init__(base, **configuration)
@@ -179,7 +191,7 @@ def _wrapped(base: Any, kind: Any, options: str) -> Any:
 
 @functools.cache
 def class_for(old: Any, has_other_base: bool) -> Any:
-    """A mechanized class that passes for the old one. Pickles name this function."""
+    """A mechanized class that passes for the old one. Pickles refer to this function."""
     from mechanic_plugins.optimizer import MechanicOptimizer
 
     entries: dict[str, Any] = {} if has_other_base else dict(_delegated(old, MechanicOptimizer))
@@ -194,7 +206,7 @@ def class_for(old: Any, has_other_base: bool) -> Any:
 
 
 def _was_built(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Python calls `__init__` on what `__new__` returns. `__new__` has done that already."""
+    """Python calls `__init__` on what `__new__` returns, which is built already."""
 
 
 def _blank(old: Any, has_other_base: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Sees every optimizer that a process builds, and its steps where a plan asks for that."""
+"""Sees every optimizer that a process builds, and its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from mechanic_plugins.runner.console import NOTHING, is_first_rank, say, stop
 from mechanic_plugins.runner.events import Events
 from mechanic_plugins.runner.plan import Plan
 
-__all__ = ["Watch", "is_mechanic"]
+__all__ = ["MISSED", "Watch", "is_mechanic"]
+
+MISSED = "_mechanic_missed"
+"""Attribute of an optimizer that should have been replaced and could not be."""
 
 
 def is_mechanic(kind: type) -> bool:
@@ -20,18 +23,19 @@ def is_mechanic(kind: type) -> bool:
 
 
 class Watch:
-    """What one process builds."""
+    """The optimizers of one process."""
 
     def __init__(self, plan: Plan, events: Events) -> None:
-        self._plan = plan
-        self._events = events
+        self._plan, self._events = plan, events
         self._seen: WeakSet[Any] = WeakSet()
+        self._idle: list[Any] = []
+        """Mechanized, without a step so far. Kept alive until the end."""
         self._recorder: Any = None
         self._has_mechanic = False
         self._plain_steps = 0
 
     def install(self, module: ModuleType) -> None:
-        """`_patch_step_function` is what torch's optimizers and ours call when they are built or unpickled."""
+        """Every optimizer calls `_patch_step_function` when it is built or unpickled."""
         original = module.Optimizer._patch_step_function
 
         @functools.wraps(original)
@@ -47,26 +51,32 @@ class Watch:
         kind = type(optimizer)
         if is_mechanic(kind):
             self._has_mechanic = True
+            self._idle.append(optimizer)
             self._events.note("mechanic")
-            if self._plan.probe or self._plan.replace:
-                optimizer.register_step_post_hook(self._record)
+            optimizer.register_step_post_hook(self._stepped)
         else:
             self._events.note("built", kind.__name__)
             if self._plan.replace:
                 optimizer.register_step_post_hook(self._stepped_plain)
 
-    def _record(self, optimizer: Any, *_: Any) -> None:
-        if self._recorder is None:
-            from mechanic_plugins.runner.probe import Recorder
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if self._idle:
+            self._idle = [each for each in self._idle if each is not optimizer]
+            self._events.note("stepped")
+        if self._plan.probe or self._plan.replace:
+            if self._recorder is None:
+                from mechanic_plugins.runner.probe import Recorder
 
-            self._recorder = Recorder(self._plan.probe, self._events)
-        self._recorder.record(optimizer)
+                self._recorder = Recorder(self._plan.probe, self._events)
+            self._recorder.record(optimizer)
 
     def _stepped_plain(self, optimizer: Any, *_: Any) -> None:
-        """Says early what would otherwise be known at the end of a long run, and ends a probe that measures nothing."""
+        """Warns early, rather than at the end of a long run, and ends a probe that measures nothing."""
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        if MISSED in vars(optimizer):
+            self._events.note("missed", name)
         if self._has_mechanic:
             return
-        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         self._plain_steps += 1
         if self._plan.probe and self._plain_steps >= self._plan.probe:
             stop(f"{self._plain_steps} steps were made by {name}, without Mechanic: add --replace {name}", NOTHING)
@@ -75,7 +85,21 @@ class Watch:
             say(f"warning: {name} makes steps without Mechanic, and no {names} was built so far.")
 
     def finish(self) -> None:
-        """What there is to say when the program has ended."""
+        """The program has ended."""
+        for optimizer in self._idle:
+            if reason := _why_idle(optimizer):
+                self._events.note("idle", f"{type(optimizer.base).__name__} ({reason})")
         if self._recorder is not None:
             self._recorder.finish()
-            self._recorder = None
+        self._recorder, self._idle = None, []
+
+
+def _why_idle(optimizer: Any) -> str | None:
+    """Why a mechanized optimizer made no step, if the program seems to have trained."""
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        name = f"{getattr(step, '__module__', '?')}.{getattr(step, '__qualname__', step)}"
+        return f"the program replaced its step() by {name}"
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        return "gradients were computed, but its step() was never called"
+    return None

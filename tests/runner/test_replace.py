@@ -190,12 +190,20 @@ def test_prodigy_becomes_adamw(library: Any, capsys: pytest.CaptureFixture[str])
     assert opt.defaults["lr"] == 1.0
     err = capsys.readouterr().err
     assert "is mechanized, around torch.optim.adamw.AdamW." in err
-    assert "warning: d_coef=2.0 has no meaning for AdamW with Mechanic and was left out." in err
+    assert "warning: d_coef=2.0 has no meaning for AdamW with Mechanic and was dropped." in err
     base = torch.optim.AdamW([q], lr=1.0, betas=(0.9, 0.99), weight_decay=0)
     assert torch.equal(trained(opt, p), trained(mechanize(base), q))
     assert type(pickle.loads(pickle.dumps(opt))) is type(opt)
     with pytest.raises(TypeError, match="charm"):
         library.Prodigy([param()], charm=1)
+
+
+def test_prodigy_plus_groups_have_the_entries_that_simpletuner_moves(library: Any) -> None:
+    """KeyError 'running_d_numerator'."""
+    library.Prodigy.__module__ = "prodigyplus.prodigy_plus_schedulefree"
+    replace(library, "Prodigy")
+    group = library.Prodigy([param()]).param_groups[0]
+    assert group["running_d_numerator"].to("cpu") == group["running_d_denom"] == 0
 
 
 def test_any_class_around_any_other(library: Any) -> None:
@@ -210,7 +218,7 @@ def test_any_class_around_any_other(library: Any) -> None:
     [
         ("fancy", "has no fancy: did you mean library_test_names_that_are_refused.Fancy?"),
         ("Fency", "has no Fency: did you mean library_test_names_that_are_refused.Fancy?"),
-        ("Module", "is no class of optimizers"),
+        ("Module", "must be a subclass of torch.optim.Optimizer"),
         ("Mechanic", "name the plain class that the program builds"),
     ],
 )
@@ -225,10 +233,10 @@ def test_names_that_are_refused(library: Any, name: str, message: str, capsys: p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("scop=group", "--options has scop=group, which is none of Mechanic's keys (betas, "),
-        ("scop=group", "): did you mean 'scope'?"),
-        ("scope=groups", "--options has scope='groups', which must be one of all, group."),
-        ("s_decay=-1", "s_decay must be"),
+        ("scop=group", "--options has an unknown key 'scop': did you mean 'scope'?"),
+        ("scope=groups", "scope must be one of 'all', 'group', got 'groups'"),
+        ("max_scale=-1", "max_scale must be"),
+        ("sync_replicas=2", "sync_replicas must be True or False, got 2"),
     ],
 )
 def test_options_that_are_refused(library: Any, options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +265,7 @@ def test_an_optimizer_that_a_wrapper_cuts_up_is_refused(library: Any) -> None:
     replace(library, "Fancy")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match="each would learn a scale of its own"):
+        with pytest.raises(ValueError, match="each instance would learn its own scale"):
             ZeroRedundancyOptimizer([param()], library.Fancy)
     finally:
         torch.distributed.destroy_process_group()

@@ -31,7 +31,7 @@ def test_options_come_before_the_target_and_the_rest_is_its_own() -> None:
 
 
 def test_a_plan_survives_the_environment() -> None:
-    plan = Plan((Replacement("a.B", "c.D"),), options="s_decay=0", probe=20, events="/tmp/x")
+    plan = Plan((Replacement("a.B", "c.D"),), options="scope=group", probe=20, events="/tmp/x")
     assert Plan.of(json.loads(plan.to_text())) == plan
 
 
@@ -44,16 +44,17 @@ def test_a_probe_replaces_torchs_optimizers_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--replace", "--replace wants a value: --replace torch.optim.AdamW"),
-        ("--replace AdamW x.py", "--replace wants a class by its dotted name, as torch.optim.AdamW"),
+        ("--replace", "--replace needs a value: --replace torch.optim.AdamW"),
+        ("--replace AdamW x.py", "--replace needs a class's dotted name, as torch.optim.AdamW"),
         ("--replace a.B= x.py", "as prodigyopt.Prodigy=torch.optim.AdamW; got 'a.B='"),
-        ("--replace a.B --replace a.B x.py", "--replace a.B is there more than once"),
-        ("--replace nowhere.B x.py", "there is no package 'nowhere' here"),
-        ("--replace torch.optim.AdamW=nowhere.B x.py", "there is no package 'nowhere' here"),
-        ("--probe few x.py", "--probe wants a number of optimizer steps, at least 16, got 'few'"),
-        ("--probe 3 x.py", "at least 16, got '3'"),
-        ("--options scope=group x.py", "--options says how --replace mechanizes: add --replace"),
-        ("--replace torch.optim.AdamW", "which script?"),
+        ("--replace a.B --replace a.B x.py", "--replace a.B is given more than once"),
+        ("--replace nowhere.B x.py", "no package 'nowhere' found"),
+        ("--replace torch.optim.AdamW=nowhere.B x.py", "no package 'nowhere' found"),
+        ("--probe few x.py", "--probe needs at least 16 optimizer steps, got 'few'. Try 200."),
+        ("--probe 3 x.py", "at least 16 optimizer steps, got '3'"),
+        ("--options scope=group x.py", "--options is for --replace: add --replace"),
+        ("--replace torch.optim.AdamW", "no script given."),
+        ("", "--probe STEPS      train this many steps"),
         (
             "--replaces torch.optim.AdamW x.py",
             "expected a script or -m before the script's own arguments, got --replaces: did you mean --replace?",

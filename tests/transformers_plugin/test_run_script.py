@@ -102,8 +102,8 @@ def test_deepspeeds_local_rank_comes_behind_the_script(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "which script?"),
-        (["-m"], "which module?"),
+        ([], "no script given."),
+        (["-m"], "-m needs a module"),
         (["--optim", "x"], "expected a script or -m before the script's own arguments, got --optim"),
     ],
 )
