@@ -9,17 +9,15 @@ optimizer state is loaded. One class serves `lightning.pytorch` and `pytorch_lig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.checkpoints.leaving import filled, rescale, save_whole
 from mechanic_plugins.checkpoints.state import strip
-from mechanic_plugins.core.settings import Preset, Rule, Scope
+from mechanic_plugins.core.settings import Rule, Scope, Settings
 from mechanic_plugins.lightning.attach import (
     attach,
     load_plain_checkpoints_without_mechanic,
@@ -27,7 +25,6 @@ from mechanic_plugins.lightning.attach import (
     redirect_schedulers,
     release,
     schedulers_redirected,
-    tell_total_steps,
 )
 from mechanic_plugins.lightning.checks import (
     DEEPSPEED,
@@ -36,11 +33,10 @@ from mechanic_plugins.lightning.checks import (
     is_a,
     warn_of_floors,
 )
-from mechanic_plugins.lightning.clipping import clip_in_the_step, leave_clipping_to_lightning
-from mechanic_plugins.lightning.mistakes import OfInstances, answering
 from mechanic_plugins.lightning.packages import LIGHTNINGS, check_version, installed
-from mechanic_plugins.lightning.reports import is_logged, metrics, summarize
+from mechanic_plugins.lightning.reports import BAR, is_logged, metrics, show_digits, summarize
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.options import DEFAULTS, Options, configured
 from mechanic_plugins.passes.planner import Backend
 from mechanic_plugins.summary import ScaleHistory
 
@@ -58,90 +54,56 @@ class Mechanic(Callback):
     """Learns the scale of the learning rate of every optimizer returned by `configure_optimizers`.
 
         Trainer(callbacks=[Mechanic()])
-        Trainer(callbacks=[Mechanic(s_decay=0.0, prog_bar=True)])
+        Trainer(callbacks=[Mechanic(max_grad_norm=1.0, prog_bar=True)])
 
     The lr, weight decay and schedule in `configure_optimizers` keep their meaning: the effective learning rate is
     `scale * lr`. Training does not depend on lr, unless the schedule ends at an absolute learning rate (`eta_min`,
-    `min_lr`), which causes a warning. `mechanic/scale` and `mechanic/effective_lr` are logged; the highest effective
-    learning rate is reported at the end of fit. The tuner is part of the optimizer's state, so `fit(ckpt_path=...)`
+    `min_lr`), which causes a warning. `mechanic/scale` and `mechanic/effective_lr` are logged, and `mechanic/peak_lr`,
+    the learned learning rate, at the end of fit. The tuner is part of the optimizer's state, so `fit(ckpt_path=...)`
     resumes exactly. Validation needs no mode switch.
 
     A module may be fitted again, with this callback or another. The tuner belongs to the optimizer: if the module keeps
     its optimizer, tuning continues; if `configure_optimizers` builds a new one, it starts over. A later fit without
     Mechanic uses the optimizer's own lr; call `demechanize(callback.optimizers[0])` first to keep the learned one.
 
-    Options left None have the value in brackets, or the preset's.
-
     Args:
-        betas: One discount factor per tuner; their scales are summed.
-        s_init: The initial scale ["auto": the first move has length `first_move`, relative to the weights' norm].
-        first_move: See s_init [3e-3; 5e-4 for SGD].
-        s_decay: The paper's lambda, a penalty on the norm of the weights [0].
-        eps: Added to sqrt(v) [0].
-        rule: "optimistic", or a published tuner with its constants: "paper", "experiments", "optax" or "theory"
-            ["optimistic"].
-        preset: "paper" sets the paper's rule and constants, "0.1" the defaults of version 0.1 of this package.
-        normalize_lr: State the constants above for lr=1, which makes training independent of the optimizer's lr.
-        smoothing: Decay of a moving average of log(scale), which is applied; 0 applies the scale itself [0.97].
-        hindsight: 1 (the paper's) re-applies past updates at the new scale, 0 leaves the weights where they are [0.15;
-            0.3 for SGD].
-        own_warmup: Cancel the schedule's warm-up: while the lr sets new maxima, divide the scale by its growth [True].
+        rule: A published tuner instead of the default: "paper", "experiments", "optax" or "theory".
         scope: "all" learns one scale per optimizer, "group" one per param group.
         max_scale: Upper bound on the scale.
-        max_grad_norm: Clip the gradients in the step, by their norm. The Trainer's `gradient_clip_val` is clipped by in
-            the step too, where that makes no difference to the module.
-        total_steps: The number of optimizer steps in the run [the Trainer's `estimated_stepping_batches`].
-        delta_dtype: `torch.bfloat16` keeps the sum of the updates in 2 bytes a parameter [float32, or wider].
+        max_grad_norm: Clip the gradients in the step, which takes no pass of its own as `gradient_clip_val` does.
+        delta_dtype: `torch.bfloat16` keeps the sum of the updates in 2 bytes per parameter [float32, or wider].
         group: The ranks that share the parameters, if not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
         backend: The implementation: "auto", "fused", "triton" or "foreach".
+        settings: The tuner's constants, for research. Not with rule, scope or max_scale, which it contains.
         log: Log the scale and the effective lr, in the steps that the Trainer logs and at the end of each epoch.
-        prog_bar: Show them in the progress bar too, which synchronises with the device whenever the bar is drawn.
+        prog_bar: Show the effective lr in the progress bar as `mechanic_lr`, which synchronises with the device.
     """
 
-    @answering
     def __init__(
         self,
         *,
-        betas: Sequence[float] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999),
-        s_init: float | Literal["auto"] | None = None,
-        first_move: float | None = None,
-        s_decay: float | None = None,
-        eps: float | None = None,
         rule: Rule | None = None,
-        preset: Preset | None = None,
-        normalize_lr: bool = True,
-        smoothing: float | None = None,
-        hindsight: float | None = None,
-        own_warmup: bool | None = None,
         scope: Scope = "all",
         max_scale: float | None = None,
         max_grad_norm: float | None = None,
-        total_steps: int | None = None,
         delta_dtype: torch.dtype | Literal["float32", "bfloat16"] | None = None,
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",
+        settings: Settings | None = None,
         log: bool = True,
         prog_bar: bool = False,
     ) -> None:
-        # The signature spells the options out for editors and LightningCLI; every one of them is passed on.
-        given = locals()
-        self.options = cast(Options, {name: given[name] for name in Options.__annotations__})
+        given = locals()  # the signature spells the options out for editors and LightningCLI
+        self.options = cast(Options, {name: given[name] for name in DEFAULTS})
         super().__init__()
-        mechanize(torch.optim.SGD, **self.options)  # rejects invalid values here, not at the first step
+        configured(self.options)  # rejects invalid values here, not at the first step
         self.optimizers: list[MechanicOptimizer] = []
         self._redirected: list[Any] = []
-        self._asked: list[MechanicOptimizer] = []
-        self._told: list[MechanicOptimizer] = []
         self._histories: dict[MechanicOptimizer, ScaleHistory] = {}
         self._recorded = -1
-        self._log = log
-        self._prog_bar = prog_bar
-
-    @OfInstances
-    def state_key(self) -> str:
-        return super().state_key
+        self._log, self._prog_bar = log, prog_bar
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -155,19 +117,18 @@ class Mechanic(Callback):
         self.optimizers = []  # the tuner of an earlier fit is in its optimizer's state
         self._histories, self._recorded = {}, -1
         self._attach(trainer)
-        clip_in_the_step(trainer, pl_module)
+        if self._prog_bar:
+            show_digits(trainer)
         warn_of_floors(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
         if is_a(trainer.strategy, ("ModelParallelStrategy",)):
             load_plain_checkpoints_without_mechanic(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._attach(trainer)
-        self._tell(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Other callbacks may have replaced the optimizers."""
         self._attach(trainer)
-        self._tell(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -176,11 +137,19 @@ class Mechanic(Callback):
             self._recorded = trainer.global_step
             for optimizer in self.optimizers:
                 self._histories.setdefault(optimizer, ScaleHistory()).record(optimizer)
-        if self._log and (self._prog_bar or is_logged(trainer)):
-            pl_module.log_dict(metrics(self.optimizers), on_step=True, on_epoch=False, prog_bar=self._prog_bar)
+        shows = self._prog_bar and not trainer.barebones
+        if not (shows or (self._log and is_logged(trainer))):
+            return
+        logged = metrics(self.optimizers)
+        if self._log and is_logged(trainer):
+            pl_module.log_dict(logged, on_step=True, on_epoch=False)
+        if shows:
+            ours = {k: v for k, v in logged.items() if k.startswith("mechanic/effective_lr") and k.count("/") == 1}
+            shown = {k.replace("mechanic/effective_lr", BAR): v for k, v in ours.items()}
+            pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        summarize(self.optimizers, self._histories)
+        summarize(trainer, self.optimizers, self._histories)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """For `demechanize_checkpoint` only; resuming needs just the optimizer's state."""
@@ -196,24 +165,16 @@ class Mechanic(Callback):
         """Lightning does not call `on_train_end` and `teardown` after an exception."""
         self._release(trainer)
         if isinstance(exception, KeyboardInterrupt):
-            summarize(self.optimizers, self._histories)
+            summarize(trainer, self.optimizers, self._histories)
 
     def _attach(self, trainer: Trainer) -> None:
         self.optimizers = attach(trainer.strategy, self.options, known=self.optimizers)
         self._redirected += redirect_schedulers(trainer.strategy, self.optimizers)
 
-    def _tell(self, trainer: Trainer) -> None:
-        new = [optimizer for optimizer in self.optimizers if optimizer not in self._asked]
-        if new:
-            self._asked += new
-            self._told += tell_total_steps(trainer, new)
-
     def _release(self, trainer: Trainer) -> None:
         release(trainer.strategy, self._redirected)
-        leave_clipping_to_lightning(trainer)
-        for optimizer in self._told:  # the next fit may be a longer one
-            optimizer.total_steps = None
-        self._redirected, self._asked, self._told = [], [], []
+        vars(trainer.progress_bar_callback or self).pop("get_metrics", None)
+        self._redirected = []
 
 
 # -------------------------------------------------------------------- leaving

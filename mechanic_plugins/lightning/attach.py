@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,14 +15,12 @@ from torch.optim import Optimizer
 from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.checkpoints.state import strip
 from mechanic_plugins.core.param_state import DELTA
-from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.lightning.checks import DEEPSPEED, is_a
-from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_info, rank_zero_warn
+from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.options import configured
+from mechanic_plugins.options import DEFAULTS
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy
 
 __all__ = [
@@ -33,25 +30,7 @@ __all__ = [
     "redirect_schedulers",
     "release",
     "schedulers_redirected",
-    "tell_total_steps",
 ]
-
-
-def tell_total_steps(trainer: Trainer, optimizers: Iterable[MechanicOptimizer]) -> list[MechanicOptimizer]:
-    """Tells the optimizers how long the run is, where nobody else has; returns those that were told.
-
-    With manual optimization only the module knows how often an optimizer is stepped.
-    """
-    told = [optimizer for optimizer in optimizers if optimizer.total_steps is None]
-    if not told or not trainer.lightning_module.automatic_optimization:
-        return []
-    steps = trainer.estimated_stepping_batches
-    if not 0 < steps < math.inf:  # -1 for data of unknown length
-        return []
-    for optimizer in told:
-        optimizer.total_steps = int(steps)
-    rank_zero_info(f"Mechanic: the run has {int(steps)} optimizer steps.")
-    return told
 
 
 def attach(strategy: Strategy, options: Options, *, known: Sequence[MechanicOptimizer]) -> list[MechanicOptimizer]:
@@ -147,11 +126,10 @@ def is_sharded_without_mechanic(path: str | Path) -> bool:
 def _mechanized(optimizer: Any, options: Options, known: Sequence[MechanicOptimizer]) -> Optimizer:
     optimizer = _without_proxy(optimizer)
     if isinstance(optimizer, MechanicOptimizer):
-        has_settings = configured(options)["settings"] != Settings()
-        if has_settings and not any(optimizer is mine for mine in known):
+        if options != DEFAULTS and not any(optimizer is mine for mine in known):
             rank_zero_warn(
-                "configure_optimizers returned a mechanized optimizer, so the Mechanic callback's settings are "
-                "ignored. Pass them to the optimizer, and use Mechanic() for the logs."
+                "configure_optimizers returned a mechanized optimizer, so the Mechanic callback's options are ignored. "
+                "Pass them to mechanize(), and use Mechanic() for the logs."
             )
         return optimizer
     if _is_no_optimizer(optimizer):

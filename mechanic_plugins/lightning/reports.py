@@ -1,9 +1,9 @@
-"""The logged metrics, and the report at the end of fit."""
+"""The logged metrics, the progress bar, and the report at the end of fit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from torch import Tensor
 from mechanic_plugins.core.groups import names_of
 from mechanic_plugins.lightning.packages import rank_zero_info, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.summary import TOO_SHORT, ScaleHistory, is_still_rising, report
+from mechanic_plugins.summary import ScaleHistory, remarks, report
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["is_logged", "metrics", "summarize"]
+__all__ = ["BAR", "is_logged", "metrics", "show_digits", "summarize"]
+
+BAR = "mechanic_lr"
+"""The effective lr's name in the progress bar, which cuts longer ones."""
 
 
 def is_logged(trainer: Trainer) -> bool:
@@ -46,11 +49,29 @@ def metrics(optimizers: Sequence[MechanicOptimizer]) -> dict[str, Tensor]:
     return logged
 
 
-def summarize(optimizers: Sequence[MechanicOptimizer], histories: Mapping[MechanicOptimizer, ScaleHistory]) -> None:
-    """Logs the learning rate that each optimizer learned, and warns if the run was too short."""
+def show_digits(trainer: Trainer) -> None:
+    """Gives the learning rate significant digits in the progress bar: Rich's bar shows three decimals."""
+    bar: Any = trainer.progress_bar_callback
+    if bar is None or "get_metrics" in vars(bar):
+        return
+
+    def get_metrics(*args: Any) -> dict[str, Any]:
+        shown = type(bar).get_metrics(bar, *args)
+        ours = {k: f"{v:.3g}" for k, v in shown.items() if k.startswith(BAR) and not isinstance(v, str)}
+        return {**shown, **ours}
+
+    bar.get_metrics = get_metrics
+
+
+def summarize(
+    trainer: Trainer, optimizers: Sequence[MechanicOptimizer], histories: Mapping[MechanicOptimizer, ScaleHistory]
+) -> None:
+    """Reports the learning rate that each optimizer learned, and what looks wrong."""
     for index, optimizer in enumerate(optimizers):
-        history = histories.get(optimizer)
-        name = type(optimizer.base).__name__ + (f"-{index}" if index else "")
-        rank_zero_info(f"{name}: {report(optimizer, history)}")
-        if history is not None and is_still_rising(history):
-            rank_zero_warn(f"{name}: {TOO_SHORT}")
+        suffix = f"-{index}" if index else ""
+        for logger in trainer.loggers if optimizer in histories else ():
+            logger.log_metrics({f"mechanic/peak_lr{suffix}": optimizer.learned_lr}, step=trainer.global_step)
+        name = f"{type(optimizer.base).__name__}{suffix}"
+        rank_zero_info(f"{name}: {report(optimizer)}")
+        for remark in remarks(optimizer, histories.get(optimizer)):
+            rank_zero_warn(f"{name}: {remark}")

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mechanic_plugins import mechanize
+from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.lightning import Mechanic, installed
 
 pl = installed()[0]
 DEVICE = torch.device("cuda", 0)
 BATCH, BATCHES, EPOCHS = 64, 10, 4
-OPTIONS: dict[str, Any] = {"s_init": 0.01}
+OPTIONS: dict[str, Any] = {"settings": Settings(s_init=0.01)}
 
 
 def net() -> nn.Sequential:

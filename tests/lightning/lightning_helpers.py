@@ -138,8 +138,7 @@ def plain_loop(
     model = net() if model is None else model
     base = optimizers(model)
     scheduler = schedule(base) if schedule else None
-    steps = max(1, len(batches(epochs)) // accumulate)  # the callback is told by the Trainer
-    optimizer = mechanize(base, **{"total_steps": steps, **options})
+    optimizer = mechanize(base, **options)
     losses = []
     for index, (x, y) in enumerate(batches(epochs), start=1):
         loss = forward(model, x, y) if forward else F.mse_loss(model(x), y)

@@ -21,11 +21,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler
 
+from mechanic_plugins import Settings
 from mechanic_plugins.lightning import Mechanic
 
 Result = dict[str, Any]
 
-OPTIONS: dict[str, Any] = {"s_init": 0.01}
+OPTIONS: dict[str, Any] = {"settings": Settings(s_init=0.01)}
 """A start that moves the weights by a tenth in these few steps: what does not move cannot differ."""
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import functools
 import importlib
 import inspect
-import logging
 import re
 import sys
 import warnings
@@ -33,13 +31,12 @@ from lightning_helpers import (
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from mechanic_plugins import mechanize, optim
-from mechanic_plugins.api import Options
-from mechanic_plugins.core.settings import LEFT_OPEN, Settings
+from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.lightning import Mechanic
 from mechanic_plugins.lightning.checks import warn_of_floors
 from mechanic_plugins.lightning.packages import check_version
 from mechanic_plugins.lightning.reports import metrics
+from mechanic_plugins.options import DEFAULTS, Options, parameters
 
 pytestmark = QUIET
 
@@ -68,9 +65,10 @@ def test_the_effective_lr_is_logged_with_the_lr_of_the_step_that_was_made(pl: Mo
     logger = pl.loggers.CSVLogger(tmp_path)
     fitted = trainer(pl, Mechanic(), logger=logger, log_every_n_steps=1)
     fitted.fit(module(pl, optimizers), loader())
-    logged = rows(tmp_path)
+    *logged, end = rows(tmp_path)
     assert len(logged) == 3 * BATCHES, "one row a step, the loss's own"
     assert all(row["loss"] for row in logged)
+    assert float(end["mechanic/peak_lr"]) == max(float(row["mechanic/effective_lr"]) for row in logged)
     for step, row in enumerate(logged):
         scale = float(row["mechanic/scale"])
         assert float(row["mechanic/effective_lr"]) == pytest.approx(scale * 1e-2 * 0.5**step, rel=1e-6)
@@ -122,14 +120,6 @@ def test_what_is_logged_are_tensors_that_nobody_waited_for() -> None:
         "mechanic/effective_lr/pg2",
     }
     assert all(value.shape == () and not value.requires_grad for value in logged.values())
-
-
-@pytest.mark.parametrize(("shown", "expected"), [(True, {"mechanic/scale", "mechanic/effective_lr"}), (False, set())])
-def test_the_progress_bar_shows_them_when_asked(shown: bool, expected: set[str]) -> None:
-    pl = lightning_of("lightning.pytorch")
-    fitted = trainer(pl, Mechanic(prog_bar=shown))
-    fitted.fit(module(pl), loader())
-    assert {name for name in fitted.progress_bar_metrics if name.startswith("mechanic")} == expected
 
 
 def test_logging_can_be_left_out() -> None:
@@ -308,8 +298,6 @@ trainer:
   callbacks:
     - class_path: mechanic_plugins.lightning.Mechanic
       init_args:
-        betas: [0.9, 0.999]
-        s_init: 1.0e-4
         rule: paper
         scope: group
         max_scale: 10.0
@@ -330,67 +318,27 @@ trainer:
     )
     (callback,) = (c for c in cli.trainer.callbacks if isinstance(c, Mechanic))
     settings = callback.optimizers[0].settings
-    assert (settings.betas, settings.s_init, settings.scope, settings.max_scale) == ((0.9, 0.999), 1e-4, "group", 10.0)
-    assert cli.trainer.progress_bar_metrics.keys() >= {"mechanic/scale"}
+    assert (settings.rule, settings.scope, settings.max_scale) == ("paper", "group", 10.0)
+    assert cli.trainer.progress_bar_metrics.keys() >= {"mechanic_lr"}
 
 
 def test_it_takes_every_keyword_of_mechanize_with_its_default() -> None:
-    theirs, ours = (inspect.signature(each, eval_str=True).parameters for each in (mechanize, Mechanic))
-    expected = {name: (p.default, p.annotation) for name, p in theirs.items() if name != "optimizer"}
+    ours = inspect.signature(Mechanic, eval_str=True).parameters
+    expected = {p.name: (p.default, p.annotation) for p in parameters()}
     assert {name: (p.default, p.annotation) for name, p in ours.items() if name not in ("log", "prog_bar")} == expected
 
 
-@pytest.mark.parametrize("documented", [mechanize, Mechanic])
-def test_every_option_is_documented_with_its_default(documented: Any) -> None:
-    section = str(inspect.getdoc(documented)).partition("Args:\n")[2].partition("\n\n")[0]
-    parts = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
-    texts = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert texts.keys() == inspect.signature(documented).parameters.keys()
-    for name in LEFT_OPEN:
-        _, _, default = texts[name].rpartition("[")
-        assert ast.literal_eval(re.split("[]:;]", default)[0]) == getattr(Settings, name), name
-
-
-class Asks(Mechanic):
-    """What the optimizers are told of the run's length, while it lasts."""
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.told = [optimizer.total_steps for optimizer in self.optimizers]
-        super().on_train_end(trainer, pl_module)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "steps"),
-    [
-        ({"max_epochs": 3}, 3 * BATCHES),
-        ({"max_epochs": 3, "accumulate_grad_batches": 2}, 3 * -(-BATCHES // 2)),
-        ({"max_epochs": -1, "max_steps": 5}, 5),
-        ({"max_epochs": -1, "max_time": {"seconds": 0.3}}, None),
-    ],
-    ids=str,
-)
-def test_the_trainer_tells_how_long_the_run_is(pl: ModuleType, kwargs: Any, steps: int | None, caplog: Any) -> None:
-    model, callback = module(pl), Asks()
-    with caplog.at_level(logging.INFO):
-        trainer(pl, callback, **kwargs).fit(model, loader())
-    assert callback.told == [steps]
-    assert [optimizer.total_steps for optimizer in callback.optimizers] == [None], "the next fit may be another one"
-    assert caplog.text.count(f"Mechanic: the run has {steps} optimizer steps.") == (steps is not None)
-
-
-def test_a_length_that_was_given_is_kept() -> None:
-    pl = lightning_of("lightning.pytorch")
-    callback = Asks(total_steps=7)
-    trainer(pl, callback).fit(module(pl), loader())
-    assert callback.told == [callback.optimizers[0].total_steps] == [7]
+def test_every_option_is_documented() -> None:
+    for documented, names in ((mechanize, {"optimizer", *DEFAULTS}), (Mechanic, {*DEFAULTS, "log", "prog_bar"})):
+        section = str(inspect.getdoc(documented)).partition("Args:\n")[2].partition("\n\n")[0]
+        assert set(re.findall(r"^    (\w+): ", section, flags=re.MULTILINE)) == names
 
 
 def test_every_option_reaches_the_optimizer() -> None:
     """One value for each option that is not its default; an option that is new must be entered here."""
-    other: dict[str, Any] = {"betas": (0.5,), "s_init": 0.1, "first_move": 0.1, "s_decay": 0.1, "eps": 0.1}
-    other |= {"rule": "paper", "preset": "paper", "normalize_lr": False, "smoothing": 0.1, "hindsight": 0.1}
-    other |= {"own_warmup": False, "scope": "group", "max_scale": 3.0, "group": object(), "sync_replicas": True}
-    other |= {"backend": "foreach", "max_grad_norm": 2.0, "total_steps": 50, "delta_dtype": torch.bfloat16}
+    other: dict[str, Any] = {"rule": "paper", "scope": "group", "max_scale": 3.0, "sync_replicas": True}
+    other |= {"backend": "foreach", "max_grad_norm": 2.0, "delta_dtype": torch.bfloat16, "group": None}
+    other |= {"settings": None}
     assert Mechanic(**other).options == other
     assert other.keys() == Options.__annotations__.keys()
 
@@ -404,33 +352,10 @@ def test_it_is_a_callback_of_both_lightnings(pl: ModuleType) -> None:
 
 
 def test_bad_values_are_refused_when_the_callback_is_built() -> None:
-    with pytest.raises(ValueError, match="s_init must be 'auto' or a finite number > 0, got 0"):
-        Mechanic(s_init=0.0)
-
-
-def test_arguments_that_it_does_not_take() -> None:
-    with pytest.raises(
-        TypeError, match=r"Mechanic\(\) got an unexpected keyword argument 's_dekay': did you mean 's_de"
-    ):
-        Mechanic(s_dekay=1)  # type: ignore[call-arg]
-    sentence = r"by their names, got AdamW: it mechanizes .* Write Trainer\(callbacks=\[Mechanic\(\)\]\)"
-    for given in (adamw(net()), torch.optim.AdamW, mechanize(adamw(net())).base):
-        with pytest.raises(TypeError, match=sentence):
-            Mechanic(given)  # type: ignore[misc]
-
-
-def test_a_class_in_a_callbacks_place(pl: ModuleType) -> None:
-    with pytest.raises(AttributeError, match=r"got the class Mechanic .*: build it, as callbacks=\[Mechanic\(\)\]"):
-        trainer(pl, Mechanic).fit(module(pl), loader())
-    assert Mechanic().state_key == "Mechanic"
-
-
-def test_a_class_in_an_optimizers_place(pl: ModuleType) -> None:
-    """Lightning's own answer, as for torch's classes: it looks for the attributes of an optimizer."""
-    error = pl.utilities.exceptions.MisconfigurationException
-    for callbacks in ([], [Mechanic()]):
-        with pytest.raises(error, match=r"Output from `model.configure_optimizers\(\)` should be one of"):
-            trainer(pl, *callbacks).fit(module(pl, lambda model: optim.AdamW), loader())
+    with pytest.raises(ValueError, match="max_scale must be a finite number > 0, got 0"):
+        Mechanic(max_scale=0.0)
+    with pytest.raises(ValueError, match="rule cannot be combined with settings="):
+        Mechanic(settings=Settings(), rule="paper")
 
 
 def test_mechanic_twice(pl: ModuleType) -> None:
@@ -457,22 +382,22 @@ def test_a_batch_size_finder_is_told_about(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_is_mechanized_already_is_left_as_it_is(pl: ModuleType) -> None:
-    model, callback = module(pl, lambda model: mechanize(adamw(model), s_decay=0.5)), Mechanic(s_decay=0.1)
-    with pytest.warns(UserWarning, match="the Mechanic callback's settings are ignored") as warned:
+    model, callback = module(pl, lambda model: mechanize(adamw(model), max_scale=0.5)), Mechanic(max_scale=0.1)
+    with pytest.warns(UserWarning, match="the Mechanic callback's options are ignored") as warned:
         trainer(pl, callback).fit(model, loader())
-    assert sum("settings are ignored" in str(w.message) for w in warned) == 1, "said once, not in every step"
-    assert same(weights(model), plain_loop(s_decay=0.5).weights)
-    assert callback.optimizers[0].settings.s_decay == 0.5
+    assert sum("options are ignored" in str(w.message) for w in warned) == 1, "said once, not in every step"
+    assert same(weights(model), plain_loop(max_scale=0.5).weights)
+    assert callback.optimizers[0].settings.max_scale == 0.5
 
 
 def test_a_callback_without_settings_logs_what_is_mechanized_already(pl: ModuleType) -> None:
     """By LightningCLI the optimizer has its own settings, and the callback is there for the logs."""
-    model, callback = module(pl, lambda model: mechanize(adamw(model), s_decay=0.5)), Mechanic()
+    model, callback = module(pl, lambda model: mechanize(adamw(model), max_scale=0.5)), Mechanic()
     fitted = trainer(pl, callback)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         fitted.fit(model, loader())
-    assert not [w for w in warned if "settings are ignored" in str(w.message)]
+    assert not [w for w in warned if "options are ignored" in str(w.message)]
     assert fitted.callback_metrics["mechanic/scale"] == callback.optimizers[0].scale > 0
 
 

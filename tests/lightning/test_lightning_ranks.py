@@ -29,7 +29,7 @@ def run(ranks: RanksOf, namespace: str, kind: str, **kwargs: Any) -> Result:
     assert first["weights"] == second["weights"]
     assert first["tuner"] == second["tuner"], "the ranks learned different scales"
     assert first["logged"] == second["logged"]
-    assert first["said"][0].startswith("AdamW: Mechanic learned a peak learning rate of")
+    assert first["said"][0].startswith("AdamW: Mechanic learned a learning rate of")
     assert [len(first["said"]), len(second["said"])] == [1, 0]
     return first  # type: ignore[no-any-return]
 

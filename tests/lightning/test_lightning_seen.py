@@ -15,7 +15,7 @@ pytestmark = QUIET
 LR = "mechanic/effective_lr"
 
 
-def fitted(logger: Any, *, bar: bool = False) -> Any:
+def fitted(logger: Any, *, bar: Any = None) -> Any:
     pl = lightning_of("lightning.pytorch")
     trainer = pl.Trainer(
         max_epochs=4,
@@ -25,19 +25,24 @@ def fitted(logger: Any, *, bar: bool = False) -> Any:
         log_every_n_steps=2,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[Mechanic(prog_bar=bar), *([pl.callbacks.TQDMProgressBar()] if bar else [])],
-        enable_progress_bar=bar,
+        callbacks=[Mechanic(prog_bar=bar is not None), *([bar] if bar else [])],
+        enable_progress_bar=bar is not None,
     )
     trainer.fit(module(pl), loader())
     return trainer
 
 
-def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = fitted(False, bar=True)
+@pytest.mark.parametrize("name", ["TQDMProgressBar", "RichProgressBar"])
+def test_the_progress_bar(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It showed `mechanic/effecti... 0.000`: cut, and Rich's three decimals show no learning rate."""
+    bar = getattr(lightning_of("lightning.pytorch").callbacks, name)()
+    trainer = fitted(False, bar=bar)
     lr = float(trainer.callback_metrics[LR])
     assert lr > 0
     printed = capsys.readouterr()
-    assert f"{LR}={lr:.3g}" in (printed.out + printed.err).replace("e+", "e")
+    said = (printed.out + printed.err).replace("mechanic_lr: ", "mechanic_lr=").replace("e+", "e")
+    assert f"mechanic_lr={lr:.3g}" in "".join(said.split())
+    assert "get_metrics" not in vars(bar)
 
 
 def test_a_logger_that_takes_dicts() -> None:
@@ -52,6 +57,7 @@ def test_a_logger_that_takes_dicts() -> None:
     lrs = [metrics[LR] for metrics in seen if LR in metrics]
     assert lrs[-1] == pytest.approx(float(trainer.callback_metrics[LR]))
     assert all(isinstance(lr, float) for lr in lrs)
+    assert seen[-1] == {"mechanic/peak_lr": max(lrs)}
 
 
 @pytest.mark.parametrize("name", ["TensorBoardLogger", "CSVLogger"])
