@@ -78,7 +78,7 @@ def plain_loop(
     decays = [p for name, p in named if "bias" not in name and ".ln_" not in name]
     others = [p for name, p in named if "bias" in name or ".ln_" in name]
     groups = [{"params": decays, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = mechanize(build(groups, lr=lr), total_steps=steps, **options)
+    optimizer = mechanize(build(groups, lr=lr), **options)
     scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
     scales, losses = [], []
     for micro_batches in batches:

@@ -77,8 +77,8 @@ def test_a_plain_checkpoint_in_a_mechanized_run_starts_mechanic_and_says_so(tmp_
 
 
 def test_other_settings_are_named(mechanized: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    argv = command_line(tmp_path, optim_args="s_decay=0.125", max_steps=END, resume_from_checkpoint=mechanized[0])
-    with pytest.warns(UserWarning, match="s_decay was .* and is 0.125"):
+    argv = command_line(tmp_path, optim_args="max_scale=0.125", max_steps=END, resume_from_checkpoint=mechanized[0])
+    with pytest.warns(UserWarning, match="max_scale was .* and is 0.125"):
         run(argv)
 
 

@@ -15,8 +15,8 @@ from peft.optimizers import create_loraplus_optimizer
 from transformers import Trainer, TrainingArguments
 
 import mechanic_plugins.transformers  # noqa: F401
-from mechanic_plugins import mechanize, optim, unwrap
-from mechanic_plugins.summary import TOO_SHORT
+from mechanic_plugins import mechanize, unwrap
+from mechanic_plugins.summary import STILL_RISING
 
 
 @pytest.fixture
@@ -39,9 +39,12 @@ def trained(folder: Path, model: Any = None, *, steps: int = 20, **options: Any)
         logging_steps=1,
         save_strategy="no",
         report_to=[],
-        disable_tqdm=True,
         use_cpu=True,
-        **{"optim": "mechanic_adamw", **{key: value for key, value in options.items() if key not in names}},
+        **{
+            "disable_tqdm": True,
+            "optim": "mechanic_adamw",
+            **{key: value for key, value in options.items() if key not in names},
+        },
     )
     own = {key: value for key, value in options.items() if key in names}
     trainer = Trainer(model=model or build_model(), args=args, train_dataset=Sequences(), **own)
@@ -51,13 +54,13 @@ def trained(folder: Path, model: Any = None, *, steps: int = 20, **options: Any)
 
 def test_the_end_of_a_run_says_the_learned_learning_rate(tmp_path: Path, said: list[str]) -> None:
     """Neither a line nor the metrics told it; a run that was too short looked like any other."""
-    trainer = trained(tmp_path, learning_rate=1e-3, optim_args="preset=0.1")
+    trainer = trained(tmp_path, learning_rate=1e-3, lr_scheduler_type="constant", steps=10)
     logs = trainer.state.log_history
     peak = max(entry["mechanic/effective_lr"] for entry in logs if "loss" in entry)
     assert logs[-1]["mechanic/peak_lr"] == pytest.approx(peak)
     line, warning = said
-    assert line.startswith(f"Mechanic learned a peak learning rate of {peak:.3g} (scale ")
-    assert warning == TOO_SHORT
+    assert line == f"Mechanic learned a learning rate of {peak:.3g}."
+    assert warning == STILL_RISING
     assert "train_runtime" in logs[-1]
 
 
@@ -68,6 +71,15 @@ def test_the_learned_learning_rate_is_in_what_train_returns(tmp_path: Path) -> N
     assert output.metrics["mechanic/peak_lr"] > 0
 
 
+def test_the_last_words_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were glued to tqdm's bar."""
+    handler = logging.StreamHandler()  # to the captured stderr
+    logging.getLogger("transformers.mechanic").addHandler(handler)
+    trained(tmp_path, steps=3, disable_tqdm=False)
+    logging.getLogger("transformers.mechanic").removeHandler(handler)
+    assert "\nMechanic learned a learning rate of" in capsys.readouterr().err
+
+
 def test_a_plain_run_says_nothing(tmp_path: Path, said: list[str]) -> None:
     trainer = trained(tmp_path, steps=3, optim="adamw_torch")
     assert not said
@@ -76,18 +88,12 @@ def test_a_plain_run_says_nothing(tmp_path: Path, said: list[str]) -> None:
 
 def test_a_mechanized_class_is_taken_by_the_trainer(tmp_path: Path) -> None:
     """`Mechanized.__call__() missing 1 required positional argument: 'params'`."""
-    cls = mechanize(torch.optim.AdamW, s_decay=0.1)
+    cls = mechanize(torch.optim.AdamW, scope="group")
     trainer = trained(tmp_path, optim="adamw_torch", optimizer_cls_and_kwargs=(cls, {"lr": 1e-3}))
     optimizer = unwrap(trainer.optimizer)
     assert type(optimizer) is cls
     assert optimizer.param_groups[0]["initial_lr"] == 1e-3
     assert trainer.state.log_history[-2]["mechanic/scale"] == optimizer.scale.item() > 0
-
-
-def test_a_class_in_an_optimizers_place(tmp_path: Path) -> None:
-    """`object of type 'property' has no len()`."""
-    with pytest.raises(AttributeError, match=r"got the class AdamW .*: build it, as AdamW\(model.parameters\(\)\)"):
-        trained(tmp_path, optim="adamw_torch", optimizers=(optim.AdamW, None))
 
 
 def test_lora_plus_takes_a_mechanized_class_and_every_groups_lr_is_logged(tmp_path: Path) -> None:

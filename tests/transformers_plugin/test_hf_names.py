@@ -41,7 +41,7 @@ def test_the_enum_has_real_members(tmp_path: Path) -> None:
     assert "mechanic_adamw" in [m.value for m in OptimizerNames]
     args = arguments(tmp_path, optim="mechanic_adamw")
     assert args.to_dict()["optim"] == "mechanic_adamw"
-    assert arguments(tmp_path).set_optimizer("mechanic_sgd", args="s_decay=0").optim == "mechanic_sgd"
+    assert arguments(tmp_path).set_optimizer("mechanic_sgd", args="scope=all").optim == "mechanic_sgd"
 
 
 def test_registering_twice_is_harmless() -> None:
@@ -96,9 +96,9 @@ def test_an_instance_in_a_classs_place() -> None:
 def test_a_class_of_ones_own(tmp_path: Path) -> None:
     register("mechanic_momentum", Momentum)
     register("mechanic_momentum", Momentum)
-    argv = command_line(tmp_path, optim="mechanic_momentum", optim_args="momentum=0.5,s_decay=0.1")
+    argv = command_line(tmp_path, optim="mechanic_momentum", optim_args="momentum=0.5,max_scale=0.1")
     result = run(argv)
-    expected = plain_loop(by_step([result]), lambda groups, lr: Momentum(groups, lr, momentum=0.5), s_decay=0.1)
+    expected = plain_loop(by_step([result]), lambda groups, lr: Momentum(groups, lr, momentum=0.5), max_scale=0.1)
     assert_same(result, expected)
 
 

@@ -194,6 +194,7 @@ if {steps}:
 PLAIN = "opt = torch.optim.AdamW([p])"
 MECHANIC = "from mechanic_plugins import mechanize; opt = mechanize(torch.optim.AdamW([p]))"
 LOST = "mechanic_plugins.run: mechanic_adamw was asked for, but the program trained with AdamW, without Mechanic"
+IDLE = "mechanic_plugins.run: warning: a mechanized optimizer was built, but made no step."
 WARNED = "mechanic_plugins.run: warning: nothing was mechanized (optimizers built: {})"
 
 
@@ -208,7 +209,12 @@ WARNED = "mechanic_plugins.run: warning: nothing was mechanized (optimizers buil
         (PLAIN, "--help mechanic_adamw", 0, ""),
         ("opt = None", "mechanic_adamw", 0, WARNED.format("none")),
         (MECHANIC, "mechanic_adamw", 0, ""),
-        (MECHANIC + "; del opt, mechanize; import gc; gc.collect(); gc.collect(); opt = None", "mechanic_adamw", 0, ""),
+        (
+            MECHANIC + "; del opt, mechanize; import gc; gc.collect(); gc.collect(); opt = None",
+            "mechanic_adamw",
+            0,
+            IDLE,
+        ),
     ],
 )
 def test_training_without_mechanic_where_it_was_asked_for_fails(

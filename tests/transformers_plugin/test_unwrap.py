@@ -46,7 +46,7 @@ def test_where_there_is_none_the_wrappers_are_named() -> None:
     plain = torch.optim.AdamW(model.parameters())
     prepared = Accelerator(cpu=True).prepare(plain)
     for wrapped in (plain, prepared, None):
-        with pytest.raises(TypeError, match=r"no mechanized optimizer in .*: mechanize\(\) it before it is wrapped"):
+        with pytest.raises(TypeError, match=r"no mechanized optimizer in .*: mechanize\(\) it before wrapping it"):
             demechanize(wrapped)
     with pytest.raises(TypeError, match="in AcceleratedOptimizer around AdamW:"):
         unwrap(prepared)
