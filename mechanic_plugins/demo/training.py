@@ -44,7 +44,7 @@ class Digits:
 class Run:
     """The outcome of one training run.
 
-    `lr` is the peak of the schedule: given to a fixed run, learned by Mechanic.
+    `lr` is the highest learning rate in force: given to a fixed run, learned by Mechanic.
     """
 
     name: str
@@ -111,9 +111,10 @@ def lr_in_force(optimizer: Optimizer) -> float:
 
 
 def peak_lr(optimizer: Optimizer) -> float:
-    """The learning rate without its schedule."""
-    scale = optimizer.metrics()["mechanic/scale"] if isinstance(optimizer, MechanicOptimizer) else 1.0
-    return scale * float(optimizer.param_groups[0]["initial_lr"])
+    """The learned learning rate, or the given one."""
+    if isinstance(optimizer, MechanicOptimizer):
+        return optimizer.learned_lr
+    return float(optimizer.param_groups[0]["initial_lr"])
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ def whole_run(rank: int, setup: str) -> dict[str, Any]:
     with as_if_launched(rank), SHIMS["fsdp" if setup.startswith("fsdp") else "none"]():
         objects = prepared(setup)
         scales = train(setup, batches(rank, setup), objects)
-        accelerator, model, optimizer, _ = objects
+        accelerator, model, *_ = objects
         weights = accelerator.get_state_dict(model) or {}
         return {
             "kind": accelerator.distributed_type.value,
