@@ -8,7 +8,7 @@
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     optimizer.scale
 
-or name it in the config: `"optimizer": {"type": "MechanicAdamW", "params": {"lr": 1.0, "s_decay": 0.0}}`.
+or name it in the config: `"optimizer": {"type": "MechanicAdamW", "params": {"lr": 1.0, "scope": "group"}}`.
 
 DeepSpeed checks the type of the optimizer it is given. So it gets the base and builds its own optimizer around that;
 the mechanized one then takes the base's place. `mechanic_plugins.deepspeed.engine` connects the two.
@@ -18,25 +18,29 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable
 from typing import Any
 
 try:
+    from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.utils import logger
 except ImportError as error:
     raise ImportError(
         f"mechanic_plugins.deepspeed cannot import deepspeed ({error}): pip install 'mechanic-plugins[deepspeed]'"
     ) from error
 import torch
+import torch.utils.cpp_extension
 from torch.optim import Optimizer
 
-from mechanic_plugins.api import Options, mechanize
+from mechanic_plugins.api import mechanize
 from mechanic_plugins.deepspeed.engine import connect
 from mechanic_plugins.deepspeed.refusals import refuse_unsupported
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.options import hint
+from mechanic_plugins.options import DEFAULTS, hint
 
 __all__ = ["NAMES", "attach", "install", "mechanic_of"]
 
@@ -93,6 +97,7 @@ def install() -> None:
     if not hasattr(DeepSpeedEngine._configure_optimizer, "_mechanic"):
         DeepSpeedEngine._configure_optimizer = _attaching(DeepSpeedEngine._configure_optimizer)
         DeepSpeedEngine._configure_basic_optimizer = _building(DeepSpeedEngine._configure_basic_optimizer)
+        OpBuilder.jit_load = _announcing(OpBuilder.jit_load)
 
 
 def _attaching(original: Callable[..., None]) -> Callable[..., None]:
@@ -135,28 +140,37 @@ def _hand_over(engine: Any, mechanic: MechanicOptimizer) -> Optimizer:
     return mechanic.base
 
 
+def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        root = os.environ.get("TORCH_EXTENSIONS_DIR") or torch.utils.cpp_extension.get_default_build_root()
+        if not any(f"{self.name}.so" in files for _, _, files in os.walk(root)):
+            logger.warning(
+                f"DeepSpeed compiles its operator {self.name} on first use, which may take minutes. If it hangs, since "
+                f"an earlier build was killed, remove {root}."
+            )
+        return original(self, *args, **kwargs)
+
+    return jit_load
+
+
 def _build(cls: Callable[..., Optimizer], params: Any, **kwargs: Any) -> MechanicOptimizer:
-    """From a config's "params": the base's arguments and Mechanic's options, `mechanic_betas` and `mechanic_eps`.
+    """From a config's "params": the base's arguments and Mechanic's options, also as `mechanic_<name>`.
 
     Raises:
-        TypeError: One that neither has.
+        TypeError: An argument that neither has.
     """
-    known = Options.__annotations__.keys() - {"group"}
-    names = {f"mechanic_{name}": name for name in known} | {name: name for name in known - {"betas", "eps"}}
-    options = {names[key]: kwargs.pop(key) for key in list(kwargs) if key in names}
-    _refuse_unknown(kwargs, cls, names)
-    return mechanize(cls(params, **kwargs), **options)
-
-
-def _refuse_unknown(kwargs: Iterable[str], cls: Callable[..., Optimizer], names: Iterable[str]) -> None:
     own = inspect.signature(cls).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in own.values()):
-        return
-    for key in kwargs:
-        if key not in own:
-            raise TypeError(
-                f'the optimizer\'s "params" in the DeepSpeed config have no {key!r}{hint(key, [*own, *names])}'
-            )
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in own.values())
+    options = {}
+    for key in list(kwargs):
+        option = key.removeprefix("mechanic_")
+        if option in DEFAULTS and key not in own:
+            options[option] = kwargs.pop(key)
+        elif key not in own and not takes_any:
+            known = hint(key, [*own, *DEFAULTS])
+            raise TypeError(f'the optimizer\'s "params" in the DeepSpeed config have no {key!r}{known}')
+    return mechanize(cls(params, **kwargs), **options)
 
 
 def _cpu_adam(cls: type[Optimizer]) -> Callable[..., Optimizer]:

@@ -42,7 +42,6 @@ def connect(engine: Any, mechanic: MechanicOptimizer) -> None:
     Raises:
         ValueError: DeepSpeed built an optimizer of an unknown type.
     """
-    mechanic.scheduled_steps = functools.partial(_scheduled_steps, engine)
     holder = engine.optimizer
     if type(holder) is DeepSpeedZeroOptimizer:
         _Conductor(mechanic, holder, _Stages1And2(holder)).take_over()
@@ -60,12 +59,6 @@ def connect(engine: Any, mechanic: MechanicOptimizer) -> None:
             f"Mechanic does not support {type(holder).__module__}.{type(holder).__name__}, which DeepSpeed built "
             "around the optimizer: use ZeRO stage 0 to 3 without its variants."
         )
-
-
-def _scheduled_steps(engine: Any) -> int | None:
-    """DeepSpeed's own schedulers that decay know it. They are stepped with the optimizer."""
-    steps = getattr(engine.lr_scheduler, "total_num_steps", None)
-    return steps if isinstance(steps, int) and steps > 0 else None
 
 
 # -------------------------------------------------------------------- without ZeRO: how parameters are counted

@@ -54,19 +54,7 @@ def run_with_scheduler(rank: int, case: Case) -> dict[str, Any]:
     return {
         "lr": opt.param_groups[0]["lr"],
         "optimizer_is_ours": built.optimizer is opt,
-        "total_steps": opt.total_steps,
     }
-
-
-def run_with_config_scheduler(rank: int, case: Case) -> int | None:
-    """One of DeepSpeed's own, which its config names."""
-    start(rank)
-    params = {"total_num_steps": 300, "warmup_num_steps": 2, "warmup_max_lr": 1.0}
-    case = case.but(config={"scheduler": {"type": "WarmupDecayLR", "params": params}})
-    engine, opt = engine_of(case)
-    assert opt is not None
-    train(engine, opt, case, range(3))
-    return opt.total_steps
 
 
 def attach_twice(rank: int, case: Case) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from engines import Case
 from ranks import Ranks
 from test_deepspeed_parity import distance, size
 
+from mechanic_plugins import Settings
+
 Engines = Callable[[int], Ranks]
 
-LARGER: dict[str, Any] = {"s_init": 1e-3, "s_decay": 0.01}
+LARGER: dict[str, Any] = {"settings": Settings(s_init=1e-3, s_decay=0.01)}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 BF16_OPTIMIZER: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 CPU_ADAM: dict[str, Any] = {"base": "DeepSpeedCPUAdam", "zero": {"offload_optimizer": {"device": "cpu"}}}
@@ -47,8 +50,8 @@ def test_resumed_to_the_last_bit(engines: Engines, case: Case, tmp_path: Path) -
 # load a group that is too small to leave every rank a piece (here: 11 weights on 4 ranks).
 UNIVERSAL = [
     *((CASE.but(stage=stage, options=LARGER), (2, 1, 4)) for stage in (1, 2, 3)),
-    (CASE.but(stage=2, options={"scope": "group", **LARGER}, param_groups=2), (1,)),
-    (CASE.but(stage=3, options={"scope": "group", **LARGER}, param_groups=2), (1, 4)),
+    (CASE.but(stage=2, options={"settings": replace(LARGER["settings"], scope="group")}, param_groups=2), (1,)),
+    (CASE.but(stage=3, options={"settings": replace(LARGER["settings"], scope="group")}, param_groups=2), (1, 4)),
     (CASE.but(stage=1, config=BF16_OPTIMIZER, options=LARGER), (2,)),
 ]
 

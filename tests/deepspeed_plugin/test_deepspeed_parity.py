@@ -10,14 +10,20 @@ import pytest
 from engines import Case
 from ranks import Ranks
 
+from mechanic_plugins import Settings
 from mechanic_plugins.core import gradients
 
 Engines = Callable[[int], Ranks]
 
 CPU = {"device": "cpu"}
-SGD: dict[str, Any] = {"base": "SGD", "base_options": {"lr": 1.0, "momentum": 0.9}, "options": {"s_init": 1e-3}}
+EARLY = {"settings": Settings(s_init=1e-3)}
+SGD: dict[str, Any] = {
+    "base": "SGD",
+    "base_options": {"lr": 1.0, "momentum": 0.9},
+    "options": {"settings": Settings(s_init=1e-3)},
+}
 CPU_ADAM: dict[str, Any] = {"base": "DeepSpeedCPUAdam", "zero": {"offload_optimizer": CPU}}
-LARGER: dict[str, Any] = {"s_init": 1e-3, "s_decay": 0.01}
+LARGER: dict[str, Any] = {"settings": Settings(s_init=1e-3, s_decay=0.01)}
 
 EVERY_STAGE = [
     case
@@ -40,11 +46,15 @@ VARIANTS = [
     *(Case(steps=14, stage=stage, param_groups=2, warmup=10, options=LARGER) for stage in (0, 1, 2, 3)),
     Case(steps=14, stage=2, param_groups=2, warmup=10, options={"scope": "group"}),
     # ZeRO-3 steps one group at a time and leaves the others empty, which Lion did not take
-    Case(stage=3, base="Lion", param_groups=2, options={"preset": "paper"}),
+    Case(stage=3, base="Lion", param_groups=2, options={"rule": "paper"}),
     Case(steps=14, stage=3, warmup=10, options=LARGER, **CPU_ADAM),
     Case(stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01}),
-    Case(stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01, "maximize": True}, options={"s_init": 1e-6}),
-    Case(stage=3, options={"rule": "optax", "smoothing": 0.5, "hindsight": 0.5}),
+    Case(
+        stage=2,
+        base_options={"lr": 1e-3, "weight_decay": 0.01, "maximize": True},
+        options={"settings": Settings(s_init=1e-6)},
+    ),
+    Case(stage=3, options={"rule": "optax"}),
     Case(stage=1, options=LARGER, zero={"round_robin_gradients": True}),
     Case(stage=2, options=LARGER, zero={"round_robin_gradients": True, "overlap_comm": True}),
     Case(stage=2, options=LARGER, accumulation=2, zero={"contiguous_gradients": False, "reduce_scatter": False}),

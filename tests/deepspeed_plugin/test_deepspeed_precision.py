@@ -14,9 +14,11 @@ import pytest
 from engines import Case, run_audit
 from ranks import Ranks
 
+from mechanic_plugins import Settings
+
 Engines = Callable[[int], Ranks]
 
-LARGER: dict[str, Any] = {"s_init": 1e-3, "s_decay": 0.01}
+LARGER: dict[str, Any] = {"settings": Settings(s_init=1e-3, s_decay=0.01)}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 BF16_OPTIMIZER: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 FP16: dict[str, Any] = {
