@@ -24,6 +24,11 @@ _SETTINGS = {
 """Where else a plain optimizer's lr may be set, by the module that calls `step`."""
 
 
+_LOGGERS = {"transformers.trainer", "lightning.pytorch", "pytorch_lightning"}
+"""Our plugins log the learning rate in force there. Other programs log the lr of the param groups."""
+_ANNOUNCED = tuple(10**k for k in range(1, 9))
+
+
 class _Run:
     """One optimizer's run. It may outlive the optimizer, whose memory it does not keep."""
 
@@ -33,7 +38,7 @@ class _Run:
         self.history = ScaleHistory(limit=2 * probe or 512)
         self.highest = torch.tensor(optimizer.learned_lr, dtype=torch.float64)
         self.before = int(optimizer.tuner.steps) - 1
-        self.steps = 0
+        self.steps = self.calls = 0
 
     def record(self, optimizer: MechanicOptimizer) -> None:
         """Without waiting for the device."""
@@ -73,6 +78,9 @@ class Recorder:
             run = self._run_of[optimizer] = _Run(optimizer, self._probe)
             self._runs.append(run)
         run.record(optimizer)
+        run.calls += 1
+        if run.calls in _ANNOUNCED and not self._probe and is_first_rank() and not _LOGGERS & sys.modules.keys():
+            say(f"{run.base.__name__}: learning rate in force at step {run.calls}: {max(optimizer.effective_lrs):.3g}")
         if self._probe:
             run.steps = int(optimizer.tuner.steps) - run.before  # not calls: DeepSpeed steps part by part
             if self._is_complete():

@@ -25,7 +25,7 @@ CONFIG = {
     "optimizer": "mechanic_adamw",
     "learning_rate": 1.0,
     "lr_scheduler": "cosine",
-    "optim_args": {"s_decay": 0.0},
+    "optim_args": {"scope": "all"},
 }
 
 

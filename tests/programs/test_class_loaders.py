@@ -82,8 +82,7 @@ def test_lightning_cli_by_name(package: str, scheduler: bool, monkeypatch: pytes
         "fit",
         f"--optimizer={NAME}",
         "--optimizer.weight_decay=0.1",
-        "--optimizer.s_decay=0.01",
-        "--optimizer.mechanic_betas=[0.9,0.99]",
+        "--optimizer.max_scale=0.5",
         "--optimizer.scope=group",
         "--trainer.callbacks+=mechanic_plugins.lightning.Mechanic",
         "--trainer.max_epochs=20",
@@ -100,12 +99,12 @@ def test_lightning_cli_by_name(package: str, scheduler: bool, monkeypatch: pytes
         cli = cli_module.LightningCLI(Module, args=arguments, save_config_callback=None, seed_everything_default=0)
     opt = unwrap(cli.trainer.optimizers[0])
     assert type(opt) is optim.AdamW
-    assert (opt.settings.s_decay, opt.settings.betas, opt.settings.scope) == (0.01, (0.9, 0.99), "group")
+    assert (opt.settings.max_scale, opt.settings.scope) == (0.5, "group")
     assert (opt.param_groups[0]["weight_decay"], opt.param_groups[0].get("initial_lr", 1.0)) == (0.1, 1.0)
     assert opt.scale > 0
     assert cli.trainer.callback_metrics["mechanic/scale"] == opt.scale  # the callback found it, and added nothing to it
     with pytest.raises(SystemExit):
-        cli_module.LightningCLI(Module, args=[*arguments, "--optimizer.s_dekay=1"], save_config_callback=None)
+        cli_module.LightningCLI(Module, args=[*arguments, "--optimizer.max_skale=1"], save_config_callback=None)
 
 
 def test_fabric() -> None:
@@ -125,11 +124,11 @@ def test_fabric() -> None:
 
 def test_litgpt() -> None:
     utils = installed("litgpt.utils")
-    config = {"class_path": NAME, "init_args": {"weight_decay": 0.1, "mechanic_betas": [0.9, 0.99]}}
+    config = {"class_path": NAME, "init_args": {"weight_decay": 0.1, "max_scale": 0.5}}
     net = model()
     opt = utils.instantiate_torch_optimizer(config, net.parameters(), fused=False)  # as its pretrain and finetune do
     assert type(opt) is optim.AdamW
-    assert (opt.param_groups[0]["fused"], opt.settings.betas) == (False, (0.9, 0.99))
+    assert (opt.param_groups[0]["fused"], opt.settings.max_scale) == (False, 0.5)
     net = model()
     assert_trains(net, utils.instantiate_torch_optimizer(NAME, net.parameters(), nobodys=3))
 
@@ -147,8 +146,8 @@ def test_hydra() -> None:
     net = model()
     assert_trains(net, hydra.instantiate({"_target_": NAME, "weight_decay": 0.1}, params=net.parameters()))
     net = model()
-    partial = hydra.instantiate({"_target_": NAME, "_partial_": True, "scope": "all", "mechanic_betas": [0.9, 0.99]})
-    assert partial(net.parameters()).settings.betas == (0.9, 0.99)
+    partial = hydra.instantiate({"_target_": NAME, "_partial_": True, "scope": "all", "max_scale": 0.5})
+    assert partial(net.parameters()).settings.max_scale == 0.5
     assert hydra.get_class(NAME) is optim.AdamW
 
 
@@ -164,10 +163,8 @@ def test_timm() -> None:
     losses = train(net, opt)
     assert losses[-1] < losses[0]
     assert min(opt.scales) > 0
-    with pytest.raises(
-        TypeError, match=r"AdamW\(\) got an unexpected keyword argument 's_dekay': did you mean 's_decay'"
-    ):
-        timm.create_optimizer_v2(net, opt="mechanicadamw", s_dekay=1)
+    with pytest.raises(TypeError, match=r"AdamW\(\) has no argument 'max_skale': did you mean 'max_scale'"):
+        timm.create_optimizer_v2(net, opt="mechanicadamw", max_skale=1)
 
 
 def test_mmengine() -> None:
@@ -236,7 +233,7 @@ def test_torchtitan() -> None:
             return getattr(optim, name)
 
     def built(net: torch.nn.Module) -> Any:
-        options = {"AdamW": {"s_decay": 0.01}}
+        options = {"AdamW": {"max_scale": 0.5}}
         groups = titan.default_adamw(lr=1.0).param_groups
         config = Mechanized.Config(param_groups=groups, optimizer_factory_kwargs_by_name=options)
         return config.build(model_parts=[net])
@@ -244,7 +241,7 @@ def test_torchtitan() -> None:
     net, twin = model(), model()
     container = built(net)
     assert type(container.optimizers[0]) is optim.AdamW
-    assert container.optimizers[0].settings.s_decay == 0.01
+    assert container.optimizers[0].settings.max_scale == 0.5
     losses = train(net, container)
     assert losses[-1] < losses[0]
     twin.load_state_dict(copy.deepcopy(net.state_dict()))

@@ -19,7 +19,7 @@ from mechanic_plugins import mechanize, optim, unwrap
 def test_sd_scripts() -> None:
     """`get_optimizer` in library/train_util.py: kohya_ss and musubi-tuner do the same."""
     optimizer_type = "mechanic_plugins.optim.AdamW"
-    optimizer_args = ["weight_decay=0.1", "scope='group'", "mechanic_betas=(0.9,0.99)"]
+    optimizer_args = ["weight_decay=0.1", "scope='group'", "max_scale=0.5"]
     pairs = (argument.split("=") for argument in optimizer_args)
     kwargs = {key: ast.literal_eval(value) for key, value in pairs}
     module, _, name = optimizer_type.rpartition(".")
@@ -54,10 +54,10 @@ def test_ai_toolkit_and_simpletuner_read_the_learning_rate() -> None:
 
 def test_simpletuner_passes_what_the_signature_has() -> None:
     """helpers/training/optimizer_param.py keeps the arguments that `__init__` names."""
-    wanted = {"betas": (0.9, 0.95), "weight_decay": 0.1, "s_decay": 0.0, "d_coef": 1.0}
+    wanted = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_scale": 0.5, "d_coef": 1.0}
     names = {name for name in inspect.signature(optim.AdamW.__init__).parameters if name != "self"}
     opt = optim.AdamW(model().parameters(), **{key: value for key, value in wanted.items() if key in names})
-    assert (opt.param_groups[0]["betas"], opt.settings.s_decay) == ((0.9, 0.95), 0.0)
+    assert (opt.param_groups[0]["betas"], opt.settings.max_scale) == ((0.9, 0.95), 0.5)
 
 
 def test_llm_foundry() -> None:

@@ -30,7 +30,7 @@ def test_llama_factory(tmp_path: Path, more: dict[str, object]) -> None:
         "dataset_dir": str(tmp_path),
         "template": "empty",
         "cutoff_len": 24,
-        "optim_args": "s_decay=0.0",
+        "optim_args": "scope=all",
         **more,
     }
     (tmp_path / "train.yaml").write_text(json.dumps(config))  # which is YAML too

@@ -46,7 +46,7 @@ def test_ms_swift(tmp_path: Path, target: str) -> None:
         "split_dataset_ratio": 0,
         "tuner_type": "full",
         "torch_dtype": "float32",
-        "optim_args": "s_decay=0.0",
+        "optim_args": "scope=all",
         "learning_rate": 1.0,
         "add_version": False,
     }

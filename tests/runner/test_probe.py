@@ -235,6 +235,7 @@ def test_short_runs_that_still_rise_say_so_once(run_warm: Runner, tmp_path: Path
     done = run_warm("--replace", "torch.optim.AdamW", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("still rising when the run ended") == 1
+    assert done.stderr.count("AdamW: learning rate in force at step 10: 0.0") == 1
 
 
 # -------------------------------------------------------------------- launchers and engines
