@@ -2,9 +2,8 @@
 
     python -m mechanic_plugins.plot RUN
 
-RUN is a `trainer_state.json` of transformers, a `metrics.csv` of Lightning, or a folder with one of them or with
-TensorBoard's event files somewhere in it; of several runs the last one written is taken. The picture goes to
-`mechanic.png`, or where `--out` says.
+RUN is a `trainer_state.json` of transformers, a `metrics.csv` of Lightning, or a folder that contains one of them or
+TensorBoard's event files; of several runs the newest is taken. The picture goes to `mechanic.png`, or to `--out`.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import csv
 import json
 import math
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,34 +26,27 @@ __all__ = ["Series", "draw", "find_log", "main", "read"]
 Series = dict[str, list[tuple[float, float]]]
 """For each name in a log its (step, value) pairs, in order."""
 
-LR = "mechanic/effective_lr"
+LR, PEAK = "mechanic/effective_lr", "mechanic/peak_lr"
+FILES = ("trainer_state.json", "metrics.csv")
 FORMATS = (".png", ".pdf", ".svg")
 
 
-# -------------------------------------------------------------------- reading
-
-
 def find_log(run: Path) -> Path:
-    """The log that `run` is, or that lies in it: a file, or the folder of TensorBoard's event files.
+    """The log that `run` is, or the newest one in it: a file, or the folder of TensorBoard's event files.
 
     Raises:
         ValueError: There is none.
     """
-    if run.is_file():
-        if run.name not in _READERS and "tfevents" not in run.name:
-            raise ValueError(f"{run} is none of {', '.join(_READERS)} and no event file of TensorBoard's.")
-        return run if run.name in _READERS else run.parent
-    if not run.is_dir():
-        raise ValueError(f"there is no {run}.")
-    files = [path for pattern in (*_READERS, "*tfevents*") for path in run.rglob(pattern)]
-    if not files:
+    files = [run] if run.is_file() else [path for name in (*FILES, "*tfevents*") for path in run.rglob(name)]
+    logs = [path for path in files if path.name in FILES or "tfevents" in path.name]
+    if not logs:
         raise ValueError(
-            f"{run} holds none of {', '.join(_READERS)} and no event file of TensorBoard's. transformers writes the "
+            f"{run} is or contains no {' or '.join(FILES)} and no TensorBoard event file. transformers writes the "
             "first with its checkpoints, Lightning's CSVLogger the second."
         )
     # transformers and TensorBoard may both have written: what needs no further package comes first
-    newest = max(files, key=lambda path: (path.name in _READERS, path.stat().st_mtime))
-    return newest if newest.name in _READERS else newest.parent
+    newest = max(logs, key=lambda path: (path.name in FILES, path.stat().st_mtime))
+    return newest if newest.name in FILES else newest.parent
 
 
 def read(log: Path) -> Series:
@@ -63,70 +54,53 @@ def read(log: Path) -> Series:
 
     Raises:
         ValueError: It is damaged.
-        ImportError: TensorBoard is needed and is not there.
+        ImportError: TensorBoard is needed and not installed.
     """
     try:
-        series = _READERS.get(log.name, _of_tensorboard)(log)
+        if log.name == "trainer_state.json":
+            series = _collected(json.loads(log.read_text())["log_history"])
+        elif log.name == "metrics.csv":
+            series = _collected(csv.DictReader(log.read_text().splitlines()))
+        else:
+            series = _of_tensorboard(log)
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{log} cannot be read ({error!r}): is it complete?") from error
     return {name: sorted(pairs) for name, pairs in series.items()}
 
 
-def _of_transformers(path: Path) -> Series:
-    return _collected(json.loads(path.read_text())["log_history"])
-
-
-def _of_lightning(path: Path) -> Series:
-    with path.open(newline="") as file:
-        return _collected(list(csv.DictReader(file)))
-
-
-def _collected(rows: Sequence[Mapping[str, Any]]) -> Series:
-    series: Series = defaultdict(list)
+def _collected(rows: Iterable[Mapping[str, Any]]) -> Series:
+    series: Series = {}
     for row in rows:
         for name, value in row.items():
-            number = _number(value)
-            if name != "step" and number is not None:
-                series[name].append((float(row["step"]), number))
-    return dict(series)
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError):  # a text, a list, or nothing in this row
-        return None
+            try:
+                number = float(value)
+            except (TypeError, ValueError):  # a text, a list, or nothing in this row
+                continue
+            if name != "step":
+                series.setdefault(name, []).append((float(row["step"]), number))
+    return series
 
 
 def _of_tensorboard(folder: Path) -> Series:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
-        raise ImportError(f"{folder} holds event files of TensorBoard's: pip install tensorboard") from error
+        raise ImportError(f"{folder} holds TensorBoard event files: pip install tensorboard") from error
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-_READERS: dict[str, Callable[[Path], Series]] = {
-    "trainer_state.json": _of_transformers,
-    "metrics.csv": _of_lightning,
-}
-
-
-# -------------------------------------------------------------------- drawing
-
-
 def draw(series: Series, *, title: str, loss: str | None = None) -> Figure:
-    """The learned lr above, the loss below, over the steps.
+    """The learning rate in force above, with the learned one in the title, and the loss below.
 
     Args:
         series: From `read`.
-        title: What it is called.
+        title: What the run is called.
         loss: The name of the loss in the log; None takes every name with "loss" in it.
 
     Raises:
-        ValueError: No learned lr is in the log, or no loss of that name.
+        ValueError: The log holds no learning rate of Mechanic's, or no loss of that name.
     """
     lrs, losses = _lrs(series), _losses(series, loss)
     try:
@@ -135,10 +109,11 @@ def draw(series: Series, *, title: str, loss: str | None = None) -> Figure:
         raise ImportError("the picture needs matplotlib: pip install 'mechanic-plugins[plot]'") from error
     figure = Figure(figsize=(8, 6 if losses else 3.5), layout="constrained")
     panels: Any = figure.subplots(2 if losses else 1, 1, sharex=True, squeeze=False)[:, 0]
-    _plot(panels[0], lrs, "learned lr")
+    _plot(panels[0], lrs, "lr in force")
     if losses:
         _plot(panels[1], losses, "loss")
-    panels[0].set_title(title)
+    peak = next((pairs[-1][1] for name, pairs in series.items() if PEAK in name), None)
+    panels[0].set_title(title if peak is None else f"{title}: learned lr {peak:.3g}")
     panels[-1].set_xlabel("step")
     return figure
 
@@ -176,9 +151,6 @@ def _plot(axes: Axes, series: Series, label: str) -> None:
         axes.legend()
 
 
-# -------------------------------------------------------------------- the command line
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the log and writes the picture."""
     parser = argparse.ArgumentParser(
@@ -193,8 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--out must end in {', '.join(FORMATS)}, got {args.out}")
     try:
         log = find_log(args.run)
-        figure = draw(read(log), title=str(log), loss=args.loss)
-        figure.savefig(args.out, dpi=120)
+        draw(read(log), title=str(log), loss=args.loss).savefig(args.out, dpi=120)
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
     sys.stdout.write(f"{log} -> {args.out}\n")

@@ -21,7 +21,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 try:
-    from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl, TrainerState
+    from transformers.trainer_callback import CallbackHandler, TrainerCallback
     from transformers.training_args import OptimizerNames, TrainingArguments
     from transformers.utils import logging
 except ImportError as error:
@@ -98,48 +98,27 @@ class MechanicCallback(TrainerCallback):
     def __init__(self) -> None:
         self.history = ScaleHistory()
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Rejects an optimizer that lost its scale, which would train silently at the wrong learning rate."""
         self.history = ScaleHistory()
-        mechanic = find(optimizer)
-        if mechanic is not None:
+        if find(optimizer) is not None:
             _warn_of_schedule(args, state)
-        elif is_mechanic(args):
+            return
+        if is_mechanic(args):
             raise RuntimeError(
                 f"--optim {name_of(args)} was requested, but the optimizer is {chain(optimizer)} without Mechanic: it "
                 'was replaced. Remove the "optimizer" block from the DeepSpeed config, and do not pass an optimizer to '
                 "Trainer."
             )
-        if mechanic is None:
-            refuse_unscaled_resume(optimizer)
+        refuse_unscaled_resume(optimizer)
 
-    def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         mechanic = find(optimizer)
         if mechanic is not None:
             self.history.record(mechanic)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         mechanic = find(optimizer)
         if mechanic is None or logs is None:
@@ -153,14 +132,7 @@ class MechanicCallback(TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(metrics)  # Trainer has copied the logs there already
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         mechanic = find(optimizer)
         if mechanic is None or not len(self.history):
             return
@@ -173,7 +145,7 @@ class MechanicCallback(TrainerCallback):
                 logger.warning(line)
 
 
-def _warn_of_schedule(args: TrainingArguments, state: TrainerState) -> None:
+def _warn_of_schedule(args: TrainingArguments, state: Any) -> None:
     kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     options = args.lr_scheduler_kwargs if isinstance(args.lr_scheduler_kwargs, dict) else {}
     if state.is_world_process_zero and (text := objection(kind, options, args.learning_rate)):

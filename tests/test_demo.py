@@ -15,7 +15,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def a_run(*, lr: float, loss: float) -> demo.Run:
-    return demo.Run("", lr, losses=[loss] * 10, lrs=[lr] * 10, test_loss=loss, test_accuracy=0.5)
+    return demo.Run(lr, losses=[loss] * 10, lrs=[lr] * 10, test_loss=loss, test_accuracy=0.5)
 
 
 def test_it_ends_in_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,11 +73,9 @@ def test_the_star_is_the_peak_of_the_curve_also_beside_diverged_runs(tmp_path: P
     ("argv", "said"),
     [
         (["--steps", "0"], "at least 20, got 0"),
-        (["--steps", "many"], "at least 20, got many"),
-        (["--lrs", "1e-3", "-1"], "above 0, got -1"),
-        (["--lrs", "1e-3,1e-2"], "separate several with spaces"),
-        (["--lrs", "inf"], "above 0, got inf"),
-        (["--base-lr", "nan"], "above 0, got nan"),
+        (["--lrs", "1e-3", "-1"], "must be above 0, got --lrs [0.001, -1.0]"),
+        (["--lrs", "1e-3,1e-2"], "invalid float value: '1e-3,1e-2'"),
+        (["--base-lr", "nan"], "--base-lr nan"),
         (["--out", "picture.txt"], "must end in .png, .pdf, .svg, got picture.txt"),
         (["--out", f"{__file__}/picture.png"], "choose another folder"),
         (["--optimizer", "rprop"], "invalid choice: 'rprop'"),

@@ -17,7 +17,7 @@ HISTORY: list[dict[str, Any]] = [
     {"step": 20, "loss": 1.5, "learning_rate": 1e-3, LR: 2e-4},
     {"step": 20, "eval_loss": 1.6, "eval_runtime": 1.0},
     {"step": 30, "loss": 1.2, "learning_rate": 5e-4, LR: 1e-4},
-    {"step": 30, "train_loss": 1.4, "train_runtime": 9.0},
+    {"step": 30, "train_loss": 1.4, "train_runtime": 9.0, "mechanic/peak_lr": 2.5e-4},
 ]
 
 
@@ -33,6 +33,7 @@ def test_transformers_state(tmp_path: Path) -> None:
     series = read(log)
     assert series[LR] == [(10, 0.0), (20, 2e-4), (30, 1e-4)]
     lr, loss = draw(series, title="a run").axes
+    assert lr.get_title() == "a run: learned lr 0.00025"
     (line,) = lr.get_lines()
     assert list(line.get_ydata()) == [0.0, 2e-4, 1e-4]
     assert [line.get_label() for line in loss.get_lines()] == ["loss"]
@@ -81,9 +82,7 @@ def test_the_command_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "there is no nowhere."),
-        (["empty"], "empty holds none of trainer_state.json, metrics.csv and no event file"),
-        (["notes.txt"], "notes.txt is none of trainer_state.json"),
+        *(([run], f"{run} is or contains no trainer_state.json or ") for run in ("nowhere", "empty", "notes.txt")),
         (["cut"], "cannot be read (JSONDecodeError"),
         (["plain"], f"the log holds no {LR}: was the run made with Mechanic"),
         (["good", "--loss", "los"], "the log holds no 'los'. It has: eval_loss"),

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -97,52 +97,37 @@ def _count_experts(engine: Any, params: Sequence[Tensor]) -> Counting:
 # -------------------------------------------------------------------- ZeRO: where the shards are
 
 
-class _Layout(Protocol):
-    """Where one of DeepSpeed's ZeRO optimizers keeps this rank's shards."""
-
-    def shards(self) -> Sequence[Tensor]:
-        """The flat float32 weights."""
-
-    def group_of(self, index: int) -> int:
-        """The param group of a shard."""
-
-    def gradients(self, index: int) -> Sequence[Tensor]:
-        """A shard's gradients, in order, before unscaling and clipping."""
-
-    def unscale(self, probe: Tensor, total_norm: Any) -> None:
-        """Multiplies the probe by the factor that DeepSpeed applies to every gradient of this step."""
-
-    def prepared(self) -> ExitStack:
-        """Within, all shards are in the param groups, and their padding is zero."""
-
-
 class _Stages1And2:
+    """Where DeepSpeed keeps this rank's shards."""
+
     def __init__(self, zero: Any) -> None:
         self.zero = zero
 
     def shards(self) -> Sequence[Tensor]:
+        """The flat float32 weights."""
         return list(self.zero.single_partition_of_fp32_groups)
 
     def group_of(self, index: int) -> int:
+        """The param group of a shard."""
         return index
 
     def gradients(self, index: int) -> Sequence[Tensor]:
+        """A shard's gradients, in order, before unscaling and clipping."""
         grad = self.zero.single_partition_of_fp32_groups[index].grad
         if grad is None:
             grad = getattr(self.zero, "_get_preflattened_grad_partition", lambda _: None)(index)
         return [grad] if grad is not None else list(self.zero.averaged_gradients[index])
 
     def unscale(self, probe: Tensor, total_norm: Any) -> None:
+        """Multiplies the probe by the factor that DeepSpeed applies to every gradient of this step."""
         type(self.zero).unscale_and_clip_grads(self.zero, [probe], total_norm)
 
     def prepared(self) -> ExitStack:
+        """Within, all shards are in the param groups, and their padding is zero."""
         return ExitStack()
 
 
-class _Stage3:
-    def __init__(self, zero: Any) -> None:
-        self.zero = zero
-
+class _Stage3(_Stages1And2):
     def shards(self) -> Sequence[Tensor]:
         return list(self.zero.fp32_partitioned_groups_flat)
 
@@ -183,7 +168,7 @@ class _Stage3:
 class _Conductor:
     """Decides each step once, before the first shard moves; the base steps that follow move one shard each."""
 
-    def __init__(self, mechanic: MechanicOptimizer, zero: Any, layout: _Layout) -> None:
+    def __init__(self, mechanic: MechanicOptimizer, zero: Any, layout: _Stages1And2) -> None:
         self.mechanic = mechanic
         self.zero = zero
         self.layout = layout

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -18,129 +18,79 @@ def refuse_unsupported(engine: Any, mechanic: MechanicOptimizer) -> None:
     Raises:
         ValueError: For the first feature in use that Mechanic does not support.
     """
-    for refusal in _REFUSALS:
-        if refusal.applies(engine, mechanic):
-            what = refusal.what.format(base=type(mechanic.base).__name__, ratio=engine.zero_partial_offload())
-            raise ValueError(f"Mechanic does not support {what} under DeepSpeed: {refusal.why}. {refusal.instead}.")
+    for is_used, what, why in (*_of_the_engine(engine), *_of_the_optimizer(engine, mechanic)):
+        if is_used:
+            raise ValueError(f"Mechanic does not support {what} under DeepSpeed: {why}.")
 
 
-class _Refusal(NamedTuple):
-    applies: Callable[[Any, MechanicOptimizer], object]
-    what: str
-    why: str
-    instead: str
-
-
-def _has_master_weights(engine: Any) -> bool:
-    return bool(engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled())
-
-
-def _is_on_nvme(engine: Any) -> bool:
-    offload = engine.zero_offload_optimizer()
-    return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
-
-
-_REFUSALS = (
-    _Refusal(
-        lambda engine, _: engine.pipeline_parallelism,
-        "a PipelineModule",
-        "each stage would learn its own scale",
-        "Use ZeRO",
-    ),
-    _Refusal(
-        lambda engine, _: engine.mp_world_size > 1 or engine.autotp_size() > 1,
-        "tensor parallelism",
-        "DeepSpeed does not record which parameters are replicated across tensor-parallel ranks",
-        "Use ZeRO alone",
-    ),
-    _Refusal(
-        lambda engine, _: getattr(engine, "zenflow", False),
+def _of_the_engine(engine: Any) -> Iterator[tuple[Any, str, str]]:
+    """Whether a feature is used, its name, and the reason with what to do instead."""
+    offload, ratio = engine.zero_offload_optimizer(), engine.zero_partial_offload()
+    is_on_nvme = offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
+    is_half = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+    low_master = engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients()
+    split = engine.mp_world_size > 1 or engine.autotp_size() > 1
+    yield engine.pipeline_parallelism, "a PipelineModule", "each stage would learn its own scale. Use ZeRO"
+    yield split, "tensor parallelism", "it does not record which parameters are replicated. Use ZeRO alone"
+    yield (
+        getattr(engine, "zenflow", False),
         "ZenFlow",
-        "it steps its own Adam outside the optimizer",
-        "Remove 'zenflow' from zero_optimization",
-    ),
-    _Refusal(
-        lambda engine, _: engine.super_offload(),
+        "it steps its own Adam outside the optimizer. Remove 'zenflow' from zero_optimization",
+    )
+    yield (
+        engine.super_offload(),
         "SuperOffload",
-        "it steps its own Adam in another process",
-        "Set 'super_offload' to false",
-    ),
-    _Refusal(
-        lambda engine, _: engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16,
+        "it steps its own Adam in another process. Set 'super_offload' to false",
+    )
+    yield (
+        is_half,
         "torch_autocast with float16",
-        "its scaler may skip some parts of a step and not others",
-        "Use bfloat16 there, or the 'fp16' section",
-    ),
-    _Refusal(
-        lambda engine, _: engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients(),
+        "its scaler may skip part of a step. Use bfloat16 there, or the 'fp16' section",
+    )
+    yield (
+        low_master,
         "low-precision master weights",
-        "they round away the small changes that the scale is learned from",
-        "Keep them in float32",
-    ),
-    _Refusal(
-        lambda engine, _: _is_on_nvme(engine),
-        "an optimizer on NVMe",
-        "its state would be read twice per step",
-        "Offload it to 'cpu'",
-    ),
-    _Refusal(
-        lambda engine, _: engine.zero_partial_offload() != 1.0,
-        "an offload ratio of {ratio}",
-        "a second optimizer steps the rest",
-        "Set 'ratio' to 1.0",
-    ),
-    _Refusal(
-        lambda engine, _: engine.zero_elastic_checkpoint(),
+        "they round away the small changes that the scale is learned from. Keep them in float32",
+    )
+    yield is_on_nvme, "an optimizer on NVMe", "its state would be read twice per step. Offload it to 'cpu'"
+    yield ratio != 1.0, f"an offload ratio of {ratio}", "a second optimizer steps the rest. Set 'ratio' to 1.0"
+    yield (
+        engine.zero_elastic_checkpoint(),
         "elastic checkpoints",
-        "they omit the tuner",
-        "Set 'elastic_checkpoint' to false and use universal checkpoints",
-    ),
-    _Refusal(
-        lambda engine, _: engine.is_deepcompile_enabled(),
-        "DeepCompile",
-        "it is untested",
-        "Set 'deepcompile' to false",
-    ),
-    _Refusal(
-        lambda engine, mechanic: isinstance(mechanic.base, torch.optim.Adagrad) and _has_master_weights(engine),
-        "torch.optim.Adagrad",
-        "DeepSpeed replaces it with a new instance",
-        "Use AdamW",
-    ),
-    _Refusal(
-        lambda engine, mechanic: "muon" in type(mechanic.base).__name__.lower() and _has_master_weights(engine),
-        "{base}",
-        "DeepSpeed turns the gradients into updates before Mechanic sees them",
-        "Use AdamW",
-    ),
-    _Refusal(
-        lambda _, mechanic: type(mechanic.base).__module__.startswith("deepspeed.runtime.fp16.onebit"),
-        "{base}",
-        "it averages the gradients itself, inside its step",
-        "Use AdamW",
-    ),
-    _Refusal(
-        lambda engine, _: engine.has_moe_layers and engine.zero_optimization_stage() == 3,
-        "experts at ZeRO stage 3",
-        "they are untested",
-        "Use stage 1 or 2",
-    ),
-    _Refusal(
-        lambda _, mechanic: mechanic.max_grad_norm is not None,
+        "they omit the tuner. Set 'elastic_checkpoint' to false and use universal checkpoints",
+    )
+    yield engine.is_deepcompile_enabled(), "DeepCompile", "it is untested. Set 'deepcompile' to false"
+    is_moe3 = engine.has_moe_layers and engine.zero_optimization_stage() == 3
+    yield is_moe3, "experts at ZeRO stage 3", "they are untested. Use stage 1 or 2"
+
+
+def _of_the_optimizer(engine: Any, mechanic: MechanicOptimizer) -> Iterator[tuple[Any, str, str]]:
+    base, name = mechanic.base, type(mechanic.base).__name__
+    has_master = engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()
+    is_adagrad, is_muon = isinstance(base, torch.optim.Adagrad), "muon" in name.lower()
+    yield is_adagrad and has_master, "torch.optim.Adagrad", "DeepSpeed replaces it with a new instance. Use AdamW"
+    yield (
+        is_muon and has_master,
+        name,
+        "DeepSpeed turns the gradients into updates before Mechanic sees them. Use AdamW",
+    )
+    yield (
+        type(base).__module__.startswith("deepspeed.runtime.fp16.onebit"),
+        name,
+        "it averages the gradients itself, inside its step. Use AdamW",
+    )
+    yield (
+        mechanic.max_grad_norm is not None,
         "mechanize(max_grad_norm=...)",
-        "the engine clips before Mechanic sees the gradients",
-        "Set 'gradient_clipping' in the DeepSpeed config",
-    ),
-    _Refusal(
-        lambda _, mechanic: mechanic.delta_dtype == torch.bfloat16,
+        "the engine clips before Mechanic sees the gradients. Set 'gradient_clipping' in the DeepSpeed config",
+    )
+    yield (
+        mechanic.delta_dtype == torch.bfloat16,
         "mechanize(delta_dtype=torch.bfloat16)",
-        "its checkpoints hold all of the state in one dtype",
-        "Leave it out",
-    ),
-    _Refusal(
-        lambda _, mechanic: mechanic.group is not None,
+        "its checkpoints hold all of the state in one dtype. Leave it out",
+    )
+    yield (
+        mechanic.group is not None,
         "mechanize(group=...)",
-        "the weights are sharded over DeepSpeed's data-parallel group",
-        "Leave it out",
-    ),
-)
+        "the weights are sharded over DeepSpeed's data-parallel group. Leave it out",
+    )
