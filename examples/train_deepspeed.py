@@ -31,7 +31,6 @@ def train(config: str, steps: int) -> tuple[MechanicOptimizer, float]:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     mechanic = mechanic_plugins.deepspeed.mechanic_of(engine)
     assert mechanic is not None
-    mechanic.total_steps = steps  # may be left out; a scheduler in the config that decays would tell it
     generator = torch.Generator().manual_seed(engine.global_rank)
     for step in range(1, steps + 1):
         x, arm = (t.to(engine.device) for t in batch(engine.train_micro_batch_size_per_gpu(), generator))

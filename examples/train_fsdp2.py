@@ -231,7 +231,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     spread(model, args, device)
 
     base = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1)
-    optimizer = mechanize(base, total_steps=args.steps)
+    optimizer = mechanize(base)
 
     scheduler = LambdaLR(optimizer, lambda step: factor(step, args))
     checkpoints = Checkpoints(args.out / "checkpoints", model, optimizer, scheduler)

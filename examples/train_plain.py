@@ -86,7 +86,7 @@ def main():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
     steps = args.epochs * -(-len(training[1]) // args.batch_size)
-    optimizer = mechanize(torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.01), total_steps=steps)
+    optimizer = mechanize(torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.01))
 
     warmup = max(1, steps // 20)
     scheduler = SequentialLR(

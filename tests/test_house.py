@@ -202,7 +202,7 @@ def test_the_package_loads_torch_with_the_first_name_that_needs_it() -> None:
 import sys
 import mechanic_plugins, mechanic_plugins.run
 assert "torch" not in sys.modules
-names = ["MechanicOptimizer", "Mechanized", "demechanize", "mechanize", "unwrap"]
+names = ["MechanicOptimizer", "Mechanized", "Settings", "demechanize", "mechanize", "unwrap"]
 assert mechanic_plugins.__all__ == names and set(names) <= set(dir(mechanic_plugins))
 assert "torch" not in sys.modules
 from mechanic_plugins import *

@@ -24,7 +24,6 @@ from mechanic_plugins.lightning.attach import (
     mechanize_before_the_engine,
     redirect_schedulers,
     release,
-    schedulers_redirected,
 )
 from mechanic_plugins.lightning.checks import (
     DEEPSPEED,
@@ -154,8 +153,7 @@ class Mechanic(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """For `demechanize_checkpoint` only; resuming needs just the optimizer's state."""
         if not is_a(trainer.strategy, DEEPSPEED):
-            with schedulers_redirected(trainer.strategy):
-                checkpoint["mechanic"] = learned(trainer.strategy)
+            checkpoint["mechanic"] = learned(trainer.strategy)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -216,12 +214,13 @@ def _nothing_learned(source: str | Path, scales: object) -> str:
 
 def learned(strategy: Strategy) -> dict[str, list[list[float]]]:
     """The groups' scales, for each entry of the lists of the same names in a Trainer's checkpoint."""
+    ours = [optimizer for optimizer in strategy.optimizers if isinstance(optimizer, MechanicOptimizer)]
+
+    def scales(of: Any) -> list[float]:
+        mechanic = next((o for o in ours if of is o or of is o.base), None)  # schedulers hold the base after fit
+        return mechanic.scales.tolist() if mechanic is not None else [1.0] * len(of.param_groups)
+
     return {
-        "optimizer_states": [_scales_of(optimizer) for optimizer in strategy.optimizers],
-        "lr_schedulers": [_scales_of(config.scheduler.optimizer) for config in strategy.lr_scheduler_configs],
+        "optimizer_states": [scales(optimizer) for optimizer in strategy.optimizers],
+        "lr_schedulers": [scales(config.scheduler.optimizer) for config in strategy.lr_scheduler_configs],
     }
-
-
-def _scales_of(optimizer: Any) -> list[float]:
-    is_ours = isinstance(optimizer, MechanicOptimizer)
-    return optimizer.scales.tolist() if is_ours else [1.0] * len(optimizer.param_groups)

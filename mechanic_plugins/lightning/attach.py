@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ __all__ = [
     "mechanize_before_the_engine",
     "redirect_schedulers",
     "release",
-    "schedulers_redirected",
 ]
 
 
@@ -94,18 +92,12 @@ def load_plain_checkpoints_without_mechanic(strategy: Strategy) -> None:
 
     def load_checkpoint(checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> Any:
         if is_sharded_without_mechanic(checkpoint_path):
-            detach(strategy)
+            for optimizer in _ours(strategy):
+                strip(optimizer.param_groups, optimizer.state)
+            strategy.optimizers = [o.base if isinstance(o, MechanicOptimizer) else o for o in strategy.optimizers]
         return load(strategy, checkpoint_path, *args, **kwargs)
 
     strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign]
-
-
-def detach(strategy: Strategy) -> None:
-    """Puts the bases back and removes Mechanic's state."""
-    ours = _ours(strategy)
-    for optimizer in ours:
-        strip(optimizer.param_groups, optimizer.state)
-    strategy.optimizers = [getattr(o, "base", o) if o in ours else o for o in strategy.optimizers]
 
 
 def is_sharded_without_mechanic(path: str | Path) -> bool:
@@ -124,7 +116,8 @@ def is_sharded_without_mechanic(path: str | Path) -> bool:
 
 
 def _mechanized(optimizer: Any, options: Options, known: Sequence[MechanicOptimizer]) -> Optimizer:
-    optimizer = _without_proxy(optimizer)
+    proxies: Any = tuple(module.core.optimizer.LightningOptimizer for module in LIGHTNINGS)
+    optimizer = optimizer._optimizer if isinstance(optimizer, proxies) else optimizer
     if isinstance(optimizer, MechanicOptimizer):
         if options != DEFAULTS and not any(optimizer is mine for mine in known):
             rank_zero_warn(
@@ -132,20 +125,9 @@ def _mechanized(optimizer: Any, options: Options, known: Sequence[MechanicOptimi
                 "Pass them to mechanize(), and use Mechanic() for the logs."
             )
         return optimizer
-    if _is_no_optimizer(optimizer):
+    if type(optimizer).__name__ == "_MockOptimizer":  # configure_optimizers returned None; Lightning has warned
         return optimizer  # type: ignore[no-any-return]
     return next((mine for mine in known if mine.base is optimizer), None) or mechanize(optimizer, **options)
-
-
-def _without_proxy(optimizer: Any) -> Any:
-    """`configure_optimizers` may return one of Lightning's proxies."""
-    proxies = tuple(module.core.optimizer.LightningOptimizer for module in LIGHTNINGS)
-    return optimizer._optimizer if isinstance(optimizer, proxies) else optimizer
-
-
-def _is_no_optimizer(optimizer: object) -> bool:
-    """Lightning's placeholder if `configure_optimizers` returned None; Lightning has warned already."""
-    return type(optimizer).__name__ == "_MockOptimizer"
 
 
 def redirect_schedulers(strategy: Strategy, optimizers: Sequence[MechanicOptimizer]) -> list[Any]:
@@ -170,16 +152,6 @@ def restore_schedulers(redirected: Iterable[Any]) -> None:
         if isinstance(scheduler.optimizer, MechanicOptimizer):
             vars(scheduler.optimizer).pop("step", None)
             scheduler.optimizer = scheduler.optimizer.base
-
-
-@contextmanager
-def schedulers_redirected(strategy: Strategy) -> Iterator[None]:
-    """Redirects them temporarily: `trainer.save_checkpoint` may be called after fit has restored them."""
-    redirected = redirect_schedulers(strategy, _ours(strategy))
-    try:
-        yield
-    finally:
-        restore_schedulers(redirected)
 
 
 def _tracked_step(optimizer: MechanicOptimizer) -> Any:
