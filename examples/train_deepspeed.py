@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     mechanic, loss = train(args.config, args.steps)
     if torch.distributed.get_rank() == 0:
-        print(f"loss {loss:.4f}, learned learning rate {mechanic.effective_lrs[0]:.3e}")
+        print(f"loss {loss:.4f}, learned learning rate {mechanic.learned_lr:.3e}")
     torch.distributed.destroy_process_group()
 
 
