@@ -42,8 +42,7 @@ from mechanic_plugins import hook
 from mechanic_plugins.runner import active, command
 from mechanic_plugins.runner.arguments import parse
 from mechanic_plugins.runner.console import IDLE, LOST, NOTHING, say, stop
-from mechanic_plugins.runner.events import Events
-from mechanic_plugins.runner.plan import Plan
+from mechanic_plugins.runner.plan import Events, Plan
 
 __all__ = ["main", "refuse_unknown"]
 

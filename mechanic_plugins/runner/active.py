@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mechanic_plugins import hook
-from mechanic_plugins.runner.events import Events
-from mechanic_plugins.runner.plan import VARIABLE, Plan
+from mechanic_plugins.runner.plan import VARIABLE, Events, Plan
 from mechanic_plugins.runner.replace import wait_for
 from mechanic_plugins.runner.watch import Watch
 

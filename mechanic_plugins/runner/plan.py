@@ -1,13 +1,17 @@
-"""What a command line asks for, in a form that child processes can be told."""
+"""What a command line asks for, and what happened: both in a form that all processes of a run share."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-__all__ = ["VARIABLE", "Plan", "Replacement"]
+__all__ = ["VARIABLE", "Events", "Plan", "Replacement"]
 
 VARIABLE = "PYTHON_MECHANIC_RUN"
 """Carries the plan to child processes. DeepSpeed's launcher hands variables that start with PYTHON to other nodes."""
@@ -32,11 +36,11 @@ class Plan:
 
     Args:
         replace: The classes to mechanize.
-        options: Keywords of `mechanize` for them, as "key=value,key=value".
-        probe: After how many steps to stop; 0 for never.
-        is_default: Whether `replace` was not asked for, but is what a probe does without it.
+        options: Options of `mechanize` for them, as "key=value,key=value".
+        probe: Number of steps after which to stop; 0 for never.
+        is_default: Whether `replace` is a probe's default.
         events: The file in which processes note what they did.
-        prefix: The environment the runner belongs to: another one's python is left alone.
+        prefix: The environment of the runner: another one's python is left alone.
     """
 
     replace: tuple[Replacement, ...] = ()
@@ -54,3 +58,43 @@ class Plan:
     def of(cls, values: dict[str, Any]) -> Plan:
         """From what `to_text` wrote."""
         return cls(**{**values, "replace": tuple(Replacement(**each) for each in values["replace"])})
+
+
+class Events:
+    """A file that all processes of a run append to; each notes an event once.
+
+    Read by the runner: "built" (a class), "mechanic", "stepped", "idle" and "missed" (a class), "replaced" (a name),
+    "probed", "reported". "told" and "plain" only keep a process from repeating itself.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._noted: set[tuple[str, str]] = set()
+
+    @classmethod
+    def new(cls) -> Events:
+        handle, path = tempfile.mkstemp(prefix="mechanic-run-", suffix=".jsonl")
+        os.close(handle)
+        return cls(path)
+
+    def note(self, kind: str, what: str = "") -> bool:
+        """Returns whether it is the first of its kind in this process."""
+        if (kind, what) in self._noted:
+            return False
+        self._noted.add((kind, what))
+        # the file is on the runner's machine: other nodes cannot write to it, and need not
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            os.write(handle, f"{json.dumps([kind, what])}\n".encode())  # one short write: ranks do not interleave
+            os.close(handle)
+        return True
+
+    def of(self, kind: str) -> set[str]:
+        """What all processes have noted."""
+        if not Path(self.path).exists():
+            return set()
+        lines = map(json.loads, Path(self.path).read_text().splitlines())
+        return {what for noted, what in lines if noted == kind}
+
+    def remove(self) -> None:
+        Path(self.path).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import torch
 
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.runner.console import STOPPED, is_first_rank, say
-from mechanic_plugins.runner.events import Events
+from mechanic_plugins.runner.plan import Events
 from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, remarks, report
 
 __all__ = ["Recorder"]

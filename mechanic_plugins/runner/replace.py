@@ -17,8 +17,7 @@ from typing import Any
 
 from mechanic_plugins.hook import after_import
 from mechanic_plugins.runner.console import is_first_rank, say, stop
-from mechanic_plugins.runner.events import Events
-from mechanic_plugins.runner.plan import Plan, Replacement
+from mechanic_plugins.runner.plan import Events, Plan, Replacement
 from mechanic_plugins.runner.watch import MISSED, is_mechanic
 
 __all__ = ["wait_for"]

@@ -8,8 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 from mechanic_plugins.runner.console import NOTHING, is_first_rank, say, stop
-from mechanic_plugins.runner.events import Events
-from mechanic_plugins.runner.plan import Plan
+from mechanic_plugins.runner.plan import Events, Plan
 
 __all__ = ["MISSED", "Watch", "is_mechanic"]
 

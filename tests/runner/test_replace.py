@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from mechanic_plugins import MechanicOptimizer, demechanize, mechanize
-from mechanic_plugins.runner.events import Events
-from mechanic_plugins.runner.plan import Plan, Replacement
+from mechanic_plugins.runner.plan import Events, Plan, Replacement
 from mechanic_plugins.runner.replace import wait_for
 
 
