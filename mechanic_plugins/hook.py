@@ -1,7 +1,7 @@
-"""Actions that wait for an import: registers Mechanic's names once a program has imported transformers or DeepSpeed.
+"""Registers Mechanic's names once a program has imported transformers or DeepSpeed.
 
-A script may set environment variables before its imports, or never import these at all, and must not notice this
-package in either case. So this file imports nothing but the standard library until then.
+A script may set environment variables before its imports, or never import these packages. So this file imports only the
+standard library until then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def install() -> None:
 
 
 def after_import(name: str, action: Action) -> None:
-    """Calls `action` with the module of that name once it was executed, or now if it was imported before."""
+    """Calls `action` with the module once it was executed, or now if it was imported before."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _actions.setdefault(name, []).append(action)
@@ -34,7 +34,7 @@ def after_import(name: str, action: Action) -> None:
 
 
 def _add_names(module: ModuleType) -> None:
-    """No more than the names: transformers.trainer may be half imported."""
+    """Only the names: transformers.trainer may be half imported."""
     from mechanic_plugins.hf.optim_names import add_names
 
     add_names(module.OptimizerNames)
@@ -57,7 +57,7 @@ _actions: dict[str, list[Action]] = {}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the usual finders find a module, and adds what to do once it was executed."""
+    """Delegates to the usual finders, and adds actions for after the module is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -86,12 +86,12 @@ class _ThenAct(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # what looks at the module later (inspect, pickling, transformers' own lazy imports) finds the usual loader
+        # inspect, pickle and transformers' lazy imports must find the usual loader
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        # transformers puts a lazy module in its own place while it runs
+        # transformers replaces itself with a lazy module while it runs
         module = sys.modules.get(module.__name__, module)
         for action in self._actions:
             action(module)

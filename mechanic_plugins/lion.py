@@ -14,22 +14,22 @@ __all__ = ["Lion"]
 
 
 class Lion(Optimizer):
-    """Lion in plain torch, for those who have no bitsandbytes.
+    """Lion in plain torch, without bitsandbytes.
 
         opt = mechanize(Lion(model.parameters()))
 
-    Every weight moves by lr in every step, so a plain Lion wants about a third to a tenth of Adam's lr.
+    Every weight moves by lr in every step, so a plain Lion needs about a third to a tenth of Adam's lr.
 
     Args:
         params: Parameters or param groups.
         lr: The length of a step.
         betas: The share of the momentum in the step, and in the next momentum.
         weight_decay: Decoupled: the weights shrink by lr * weight_decay in a step.
-        maximize: Go up instead of down.
+        maximize: Ascend instead of descend.
     """
 
     linear_in_lr = True
-    """Its update is lr times something that does not depend on lr: Mechanic may step it at an lr of 1."""
+    """Its update is proportional to lr: Mechanic may step it at lr=1."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Lion(Optimizer):
         maximize: bool = False,
     ) -> None:
         if not 0 <= lr:
-            raise ValueError(f"lr must be >= 0, got {lr}: maximize=True is the way to go up.")
+            raise ValueError(f"lr must be >= 0, got {lr}: use maximize=True to ascend.")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas}: Lion's authors use (0.9, 0.99).")
         if not 0 <= weight_decay:
@@ -80,7 +80,9 @@ class Lion(Optimizer):
 def _gradient(p: Tensor) -> Tensor:
     assert p.grad is not None
     if p.grad.is_sparse:
-        raise RuntimeError("Lion moves every weight in every step, so gradients cannot be sparse: use sparse=False.")
+        raise RuntimeError(
+            "Lion does not support sparse gradients, as it moves every weight: use sparse=False."
+        )
     return p.grad
 
 

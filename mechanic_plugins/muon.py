@@ -25,7 +25,7 @@ class MuonWithAdamW(Optimizer):
 
     Args:
         params: Parameters or param groups.
-        adamw_params: Matrices that AdamW is to take as well: embeddings and the output layer.
+        adamw_params: Matrices for AdamW: embeddings and the output layer.
         lr: The learning rate of both.
         weight_decay: Decoupled, for both.
         momentum: Muon's.
@@ -36,11 +36,11 @@ class MuonWithAdamW(Optimizer):
 
     Raises:
         ImportError: torch is older than 2.9, which brought Muon.
-        ValueError: The parameters are FSDP1's slices, which are no matrices any more.
+        ValueError: The parameters are FSDP1's flat slices, not matrices.
     """
 
     linear_in_lr = True
-    """Both are: Mechanic may step them at an lr of 1."""
+    """Both updates are proportional to lr: Mechanic may step them at lr=1."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """A group of matrices or one of all else, with the settings of the half that it joins.
+        """Adds a group of matrices, or of other parameters, with the settings of the half that it joins.
 
         Raises:
             ValueError: Both are in it.
@@ -73,7 +73,7 @@ class MuonWithAdamW(Optimizer):
             halves = list(_split(_as_groups([param_group])[0], set(), {True: {}, False: {}}))
             if len(halves) > 1:
                 raise ValueError(
-                    "a param group that is added to Muon must hold matrices alone or none, got both: add two groups."
+                    "a param group added to Muon must hold matrices or other parameters, got both: add two groups."
                 )
             param_group = {**self._settings_of(halves[0][_USE_MUON]), **halves[0]}
         super().add_param_group(param_group)
@@ -98,7 +98,7 @@ class MuonWithAdamW(Optimizer):
         return loss
 
     def _worker(self, build: Callable[[], Any]) -> Any:
-        """Made when first needed: torch's pickles and copies of an optimizer keep its groups and state alone."""
+        """Created on demand: pickles and copies of an optimizer keep only its groups and state."""
         workers = self.__dict__.setdefault("_workers", {})
         if build not in workers:
             workers[build] = build()
@@ -114,7 +114,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def _muon() -> Any:
-    """The Muon of torch with no parameters yet: it is lent ours in each step."""
+    """Torch's Muon on a placeholder: each step lends it our groups and state."""
     if not hasattr(torch.optim, "Muon"):
         raise ImportError(f"torch {torch.__version__} has no Muon: pip install 'torch>=2.9'")
     return torch.optim.Muon([torch.zeros(1, 1)])
@@ -136,7 +136,7 @@ def _as_list(params: Any) -> list[Any]:
 
 
 def _split(group: dict[str, Any], others: set[int], settings: dict[bool, dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Names stay with their parameters, for torch to take down; a group without parameters stays one."""
+    """Names stay with their parameters; a group without parameters stays one group."""
     halves: dict[bool, list[Any]] = {True: [], False: []}
     for entry in group.pop("params"):
         p = entry[1] if isinstance(entry, tuple) else entry

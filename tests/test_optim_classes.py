@@ -165,7 +165,7 @@ def test_muon_takes_a_group_later() -> None:
     """It asked each group which half it was, and those that came later had no answer."""
     model, more = perceptron(), torch.nn.Linear(4, 3)
     opt = optim.Muon(model.parameters(), lr=0.5, momentum=0.8, scope="group")
-    with pytest.raises(ValueError, match="must hold matrices alone or none, got both: add two groups"):
+    with pytest.raises(ValueError, match="must hold matrices or other parameters, got both: add two groups"):
         opt.add_param_group({"params": more.parameters()})
     opt.add_param_group({"params": more.weight})
     opt.add_param_group({"params": [more.bias], "lr": 0.25})
@@ -192,7 +192,7 @@ class Own(torch.optim.SGD):
 
 
 class Lame(torch.optim.Optimizer):
-    """Nobody has said what its lr is."""
+    """Not known to be linear in lr."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})

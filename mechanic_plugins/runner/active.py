@@ -1,4 +1,4 @@
-"""Puts a plan to work in this process, and tells the processes it starts."""
+"""Applies a plan to this process and to the processes it starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SITE = str(Path(__file__).parent / "site")
 
 
 def activate(plan: Plan) -> Watch:
-    """Waits for the imports. Nothing heavy is loaded before the program does."""
+    """Waits for the program's imports; nothing heavy is loaded before them."""
     events = Events(plan.events)
     watch = Watch(plan, events)
     hook.install()
@@ -33,14 +33,14 @@ def activate(plan: Plan) -> Watch:
         wait_for(each, plan, events)
     if plan.replace:
         for package in ("lightning.pytorch", "pytorch_lightning"):
-            # the last module that importing the package loads: the package itself must be complete
+            # by then the package is complete
             hook.after_import(package, _log_in_lightning)
     atexit.register(watch.finish)
     return watch
 
 
 def _log_in_lightning(package: ModuleType) -> None:
-    """Every Trainer asks one function for the callbacks of other packages."""
+    """Adds a callback through the function that every Trainer asks for other packages' callbacks."""
     connector: Any = import_module(f"{package.__name__}.trainer.connectors.callback_connector")
     original = connector._load_external_callbacks
 
@@ -55,7 +55,7 @@ def _log_in_lightning(package: ModuleType) -> None:
 
 @contextlib.contextmanager
 def told_to_children(plan: Plan) -> Iterator[tuple[Plan, Events]]:
-    """Within, python processes that are started get the plan. The environment is put back, the file removed."""
+    """Within, python processes that are started get the plan; afterwards environment and file are cleaned up."""
     events = Events.new()
     plan = replace(plan, events=events.path)
     before = {name: os.environ.get(name) for name in (VARIABLE, "PYTHONPATH")}

@@ -1,4 +1,4 @@
-"""Runs what is no python script: `mechanic-run torchrun ...`, `mechanic-run ./train.sh`."""
+"""Runs targets that are not python scripts: `mechanic-run torchrun ...`, `mechanic-run ./train.sh`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_command(target: str) -> bool:
 
 
 def run(command: list[str]) -> int:
-    """Its exit status, 128 + n where signal n ended it. Interrupts and requests to end are the program's to handle."""
+    """Returns the exit status, 128 + n after signal n. Interrupts and SIGTERM are left to the program."""
     if os.sep not in command[0] and Path(command[0]).exists():
         command = [os.path.join(os.curdir, command[0]), *command[1:]]  # noqa: PTH118  Path would drop the dot
     with subprocess.Popen(command) as process:

@@ -53,7 +53,7 @@ def _looked_up(name: str, module: ModuleType, plan: Plan) -> Any:
 
 
 class _Replaced:
-    """One class that the program is to get mechanized."""
+    """A class whose calls return mechanized optimizers."""
 
     def __init__(self, old: Any, replacement: Replacement, plan: Plan, events: Events) -> None:
         self.old = old
@@ -166,10 +166,11 @@ def _built_as(new: Any, old: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _pass_for_prodigy_plus(base: Any, old: Any) -> None:
     """SimpleTuner moves these entries of ProdigyPlusScheduleFree's groups to the device."""
-    if old.__module__.startswith("prodigyplus"):
-        for group in base.param_groups:
-            for key in ("running_d_numerator", "running_d_denom"):
-                group.setdefault(key, group["params"][0].new_zeros(()).detach())
+    import torch
+
+    for group in base.param_groups if old.__module__.startswith("prodigyplus") else ():
+        for key in ("running_d_numerator", "running_d_denom"):
+            group.setdefault(key, torch.zeros(()))
 
 
 # -------------------------------------------------------------------- the class that the program gets
@@ -193,7 +194,7 @@ def class_for(old: Any, has_other_base: bool) -> Any:
     """A mechanized class that passes for the old one. Pickles refer to this function."""
     from mechanic_plugins.optimizer import MechanicOptimizer
 
-    entries: dict[str, Any] = {} if has_other_base else dict(_delegated(old, MechanicOptimizer))
+    entries: dict[str, Any] = dict((_defaults if has_other_base else _delegated)(old, MechanicOptimizer))
     entries.update(
         __module__=old.__module__,
         __qualname__=old.__qualname__,
@@ -210,6 +211,12 @@ def _was_built(self: Any, *args: Any, **kwargs: Any) -> None:
 
 def _blank(old: Any, has_other_base: bool) -> Any:
     return object.__new__(class_for(old, has_other_base))
+
+
+def _defaults(old: Any, ours: type) -> list[tuple[str, Any]]:
+    """The old class's arguments, which it usually keeps as attributes."""
+    own = inspect.signature(old.__init__).parameters.values()
+    return [(p.name, p.default) for p in own if p.default is not p.empty and not hasattr(ours, p.name)]
 
 
 def _delegated(old: Any, ours: type) -> list[tuple[str, property]]:

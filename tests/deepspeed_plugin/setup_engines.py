@@ -176,7 +176,7 @@ def attach_late(rank: int, case: Case) -> dict[str, Any]:
 
 
 def step_past_the_engine(rank: int, case: Case) -> str:
-    """Somebody calls the optimizer's step() instead of the engine's."""
+    """Calls the optimizer's step() instead of the engine's."""
     start(rank)
     engine, opt = engine_of(case)
     train(engine, opt, case, range(1))

@@ -108,7 +108,7 @@ def test_several_optimizers_and_groups_are_named_apart(pl: ModuleType) -> None:
     assert body != head
 
 
-def test_what_is_logged_are_tensors_that_nobody_waited_for() -> None:
+def test_metrics_are_tensors_without_a_synchronisation() -> None:
     optimizer = mechanize(
         torch.optim.SGD(in_groups(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))), lr=1.0)
     )
@@ -468,7 +468,7 @@ def test_schedules_without_a_floor_are_not_warned_of(schedule: Any) -> None:
         warn_of_floors([schedule(adamw(net()))])
 
 
-def test_strategies_nobody_tried(pl: ModuleType) -> None:
+def test_untested_strategies(pl: ModuleType) -> None:
     single = pl.strategies.SingleDeviceStrategy
     xla = type("SingleDeviceXLAStrategy", (single,), {})
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="untested on XLA"):

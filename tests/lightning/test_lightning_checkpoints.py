@@ -66,7 +66,7 @@ def test_mechanic_joins_a_run_that_began_without_it(pl: ModuleType, tmp_path: Pa
 
 
 def test_a_run_goes_on_without_mechanic_at_the_learned_learning_rate(pl: ModuleType, tmp_path: Path) -> None:
-    """Without the callback nobody knows the scale: demechanize_checkpoint() puts it into the learning rates."""
+    """Without the callback the scale is lost: demechanize_checkpoint() puts it into the learning rates."""
     half, trained = fit(pl, 2, save=tmp_path / "mechanic.ckpt")
     scale = trained.optimizers[0].scale.item()
     demechanize_checkpoint(tmp_path / "mechanic.ckpt", tmp_path / "plain.ckpt")

@@ -201,8 +201,10 @@ def test_prodigy_plus_groups_have_the_entries_that_simpletuner_moves(library: An
     """KeyError 'running_d_numerator'."""
     library.Prodigy.__module__ = "prodigyplus.prodigy_plus_schedulefree"
     replace(library, "Prodigy")
-    group = library.Prodigy([param()]).param_groups[0]
-    assert group["running_d_numerator"].to("cpu") == group["running_d_denom"] == 0
+    opt = library.Prodigy([{"params": [param()]}, {"params": []}])
+    for group in opt.param_groups:
+        assert group["running_d_numerator"].to("cpu") == group["running_d_denom"] == 0
+    assert opt.d_coef == 1.0
 
 
 def test_any_class_around_any_other(library: Any) -> None:

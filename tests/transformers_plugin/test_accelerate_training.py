@@ -154,7 +154,6 @@ def test_two_ranks_are_a_plain_loop_on_both_ranks_batches_and_go_on_exactly(
     whole = ranks(RANKS)(whole_run, setup)
     expected = plain_loop(RANKS, setup)
     assert whole[0]["kind"] == ("MULTI_CPU" if setup == "ddp" else "FSDP")
-    assert whole[0]["total steps"] == whole[1]["total steps"] == 2 * STEPS, "as the scheduler has it"
     assert whole[0]["scales"] == whole[1]["scales"]
     within = 1e-6 if setup == "fsdp1" else 1e-9
     assert whole[0]["scales"] == pytest.approx(expected["scales"], rel=within)

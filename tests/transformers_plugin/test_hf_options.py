@@ -122,7 +122,7 @@ def test_keys_reach_every_base(tmp_path: Path, name: str, text: str, expected: d
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "lion", *MUON])
-def test_a_key_that_nobody_knows_is_refused_for_every_base(tmp_path: Path, name: str) -> None:
+def test_an_unknown_key_is_refused_for_every_base(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="optim_args has an unknown key 'foo'"):
         built(tmp_path, name, "foo=bar")
 
