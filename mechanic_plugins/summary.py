@@ -31,6 +31,7 @@ _HARDLY_MOVED = (
     "Mechanic's scale never left its start, so the weights have hardly moved: check that the gradients are not zero or "
     "noise, and that the loss depends on these weights."
 )
+_NO_STEP = "Mechanic made no step: optimizer.step() was replaced or never called, so nothing was trained with it."
 _ENOUGH = 50
 """Steps after which the scale has normally left its start."""
 
@@ -106,6 +107,8 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
             found.append(_HARDLY_MOVED)
     metrics = optimizer.metrics()
     steps, skipped = (int(metrics[f"mechanic/{name}"]) for name in ("steps", "skipped_steps"))
+    if not steps + skipped:
+        return [_NO_STEP]
     if skipped > 0.01 * (steps + skipped):
         found.append(
             f"Mechanic skipped {skipped} of {steps + skipped} steps, whose gradients were not finite or far larger "

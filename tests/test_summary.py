@@ -114,7 +114,10 @@ def test_a_single_learning_rate_is_one_number() -> None:
 
 
 def test_nothing_learned_is_said() -> None:
-    assert "learned no learning rate" in report(mechanize(torch.optim.SGD(perceptron().parameters(), lr=0.5)))
+    opt = mechanize(torch.optim.SGD(perceptron().parameters(), lr=0.5))
+    assert "learned no learning rate" in report(opt)
+    assert remarks(opt, None) == remarks(opt, Played([0.0] * 60).history)
+    assert remarks(opt, None)[0].startswith("Mechanic made no step: optimizer.step() was replaced or never called")
 
 
 def test_a_run_that_skips_too_many_steps_and_still_rises_says_both() -> None:
