@@ -134,7 +134,6 @@ def test_no_kind_of_block_is_left_out() -> None:
 SHORT = {
     "python -m mechanic_plugins.demo": "--steps 20 --lrs 1e-2",
     "python -m mechanic_plugins.bench": "--device cpu --sizes tiny --repeats 1",
-    "python -m mechanic_plugins.bench --ranks": "",
     "python examples/train_plain.py": "--epochs 1",
     "python examples/train_lightning.py": "--epochs 1 --batch-size 500",
     "python examples/train_transformers.py": "--max_steps 4 --logging_steps 1 --use_cpu --disable_tqdm true",
@@ -290,12 +289,6 @@ def test_every_option_is_on_its_page() -> None:
     assert [name for name in options if f"\n| `{name}` |" not in page] == []
     tools = runpy.run_path(str(ROOT / "docs" / "options.py"))
     assert tools["updated"](page) == page, "run python docs/options.py"
-
-
-def test_the_table_of_ranks_is_what_the_model_says() -> None:
-    from mechanic_plugins.bench.costs import ranks_table
-
-    assert ranks_table() in (ROOT / "docs" / "performance.md").read_text()
 
 
 def test_the_bytes_of_the_all_reduce_are_those_of_the_sums() -> None:

@@ -32,7 +32,7 @@ from mechanic_plugins.lightning.checks import (
     is_a,
     warn_of_floors,
 )
-from mechanic_plugins.lightning.packages import LIGHTNINGS, check_version, installed
+from mechanic_plugins.lightning.packages import LIGHTNINGS, installed
 from mechanic_plugins.lightning.reports import BAR, is_logged, metrics, show_digits, summarize
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import DEFAULTS, Options, configured
@@ -46,7 +46,7 @@ else:
     # Trainer and LightningCLI check for their own package's class.
     Callback = type("Callback", tuple(module.Callback for module in LIGHTNINGS), {})
 
-__all__ = ["Mechanic", "check_version", "demechanize_checkpoint", "installed", "metrics"]
+__all__ = ["Mechanic", "demechanize_checkpoint", "installed", "metrics"]
 
 
 class Mechanic(Callback):

@@ -34,7 +34,6 @@ from torch.optim import Optimizer, lr_scheduler
 from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.lightning import Mechanic
 from mechanic_plugins.lightning.checks import warn_of_floors
-from mechanic_plugins.lightning.packages import check_version
 from mechanic_plugins.lightning.reports import metrics
 from mechanic_plugins.options import DEFAULTS, Options, parameters
 
@@ -486,13 +485,6 @@ def test_untested_strategies(pl: ModuleType) -> None:
     strategy.global_rank, strategy.local_rank, strategy.world_size = 0, 0, 1
     with pytest.warns(UserWarning, match="untested with Own"):
         trainer(pl, Mechanic(), strategy=strategy, max_epochs=1).fit(module(pl), loader())
-
-
-def test_an_old_lightning() -> None:
-    for version in ("2.5.0.post0", "2.7rc1", "2.6.dev0+abc", "3.0"):  # an int() of "7rc1" raised
-        check_version("lightning.pytorch", version)
-    with pytest.raises(ImportError, match=r"pytorch_lightning 2\.4\.1 is too old.*--upgrade pytorch-lightning"):
-        check_version("pytorch_lightning", "2.4.1")
 
 
 def test_no_lightning_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
