@@ -1,8 +1,8 @@
-"""The command line: the runner's own options, the target, and the arguments that are the target's."""
+"""The command line: the runner's own options, the target, and the target's arguments."""
 
 from __future__ import annotations
 
-import difflib
+import argparse
 import sys
 from typing import NamedTuple
 
@@ -11,15 +11,13 @@ from mechanic_plugins.runner.plan import Plan, Replacement
 
 __all__ = ["Command", "parse"]
 
-_OPTIONS = ("--replace", "--options", "--probe")
-
 _TORCHS_OWN = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 _BY_DEFAULT = tuple(Replacement(f"torch.optim.{name}") for name in _TORCHS_OWN.split())
-"""What a probe replaces unless told otherwise."""
+"""What a probe replaces by default."""
 
 
 class Command(NamedTuple):
-    """What to run, as what, with what behind it."""
+    """The plan, what to run, and its arguments. The target is "-m" for a module."""
 
     plan: Plan
     target: str
@@ -27,66 +25,38 @@ class Command(NamedTuple):
 
 
 def parse(words: list[str], usage: str) -> Command:
-    """Reads `[options] target [its arguments]`. Bad ones are refused before anything is started."""
-    options, ranks, rest = _own_options(words)
-    if not rest:
-        stop(f"no script given.\n\n{usage}")
-    if rest[0] in ("-h", "--help"):
+    """Reads `[options] target [its arguments]`. Bad options are refused before anything is started."""
+    form = (
+        "%(prog)s [--replace CLASS] [--options K=V,...] [--probe STEPS] (script.py | -m module | command) ..."
+    )
+    parser = argparse.ArgumentParser(prog="mechanic-run", usage=form, add_help=False, allow_abbrev=False)
+    parser.add_argument("--replace", type=_replacement, action="append", default=[])
+    parser.add_argument("--options", action="append", default=[])
+    parser.add_argument("--probe", type=_steps, default=0)
+    # DeepSpeed's launcher puts it before the script; it is moved behind, where the script expects it
+    parser.add_argument("--local_rank")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("target", nargs=argparse.REMAINDER)
+    args = parser.parse_args(words)
+    if args.help:
         sys.stdout.write(f"{usage}\n")
         sys.exit(0)
-    plan = _plan(options)
-    target, arguments = rest[0], rest[1:]
-    if target == "-m":
-        if not arguments:
-            stop("-m needs a module: mechanic-run -m module [its arguments]")
-        return Command(plan, target, [arguments[0], *ranks, *arguments[1:]])
-    if target.startswith("-"):
-        similar = difflib.get_close_matches(target.partition("=")[0], _OPTIONS, n=1)
-        hint = f": did you mean {similar[0]}?" if similar else "."
-        stop(f"expected a script or -m before the script's own arguments, got {target}{hint}")
-    return Command(plan, target, [*ranks, *arguments])
-
-
-def _own_options(words: list[str]) -> tuple[list[tuple[str, str]], list[str], list[str]]:
-    """DeepSpeed's launcher puts its --local_rank before the script; it is moved behind, where the script expects it."""
-    options, ranks, rest = [], [], list(words)
-    while rest and (rest[0].startswith("--local_rank") or rest[0].partition("=")[0] in _OPTIONS):
-        word = rest.pop(0)
-        if word.startswith("--local_rank"):
-            ranks.append(word)
-            continue
-        name, equals, value = word.partition("=")
-        if not equals:
-            if not rest:
-                stop(f"{name} needs a value: {_EXAMPLES[name]}")
-            value = rest.pop(0)
-        options.append((name, value))
-    return options, ranks, rest
-
-
-_EXAMPLES = {
-    "--replace": "--replace torch.optim.AdamW",
-    "--options": "--options scope=group,max_grad_norm=1",
-    "--probe": "--probe 200",
-}
-
-
-def _plan(options: list[tuple[str, str]]) -> Plan:
-    replace = tuple(_replacement(value) for name, value in options if name == "--replace")
-    probes = [_steps(value) for name, value in options if name == "--probe"]
-    texts = [value for name, value in options if name == "--options"]
-    if texts and not (replace or probes):
-        stop("--options is for --replace: add --replace torch.optim.AdamW, or leave it out.")
-    old = [each.old for each in replace]
-    for name in old:
-        if old.count(name) > 1:
-            stop(f"--replace {name} is given more than once: keep one.")
-    return Plan(
-        replace or (_BY_DEFAULT if probes else ()),
-        options=",".join(texts),
-        probe=probes[-1] if probes else 0,
-        is_default=not replace,
-    )
+    if not (args.target or args.module):
+        stop("-m needs a module: mechanic-run -m module" if args.module == [] else f"no script given.\n\n{usage}")
+    if args.target and args.target[0].startswith("-"):
+        parser.error(f"unrecognized arguments: {args.target[0]}")
+    if args.options and not (args.replace or args.probe):
+        parser.error("--options is for --replace: add --replace torch.optim.AdamW, or leave it out.")
+    names = [each.old for each in args.replace]
+    if twice := [name for name in names if names.count(name) > 1]:
+        parser.error(f"--replace {twice[0]} is given more than once: keep one.")
+    replace = tuple(args.replace) or (_BY_DEFAULT if args.probe else ())
+    plan = Plan(replace, options=",".join(args.options), probe=args.probe, is_default=not args.replace)
+    ranks = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
+    if args.module:
+        return Command(plan, "-m", [args.module[0], *ranks, *args.module[1:]])
+    return Command(plan, args.target[0], [*ranks, *args.target[1:]])
 
 
 def _replacement(text: str) -> Replacement:
@@ -94,8 +64,8 @@ def _replacement(text: str) -> Replacement:
     for name in (old, new) if equals else (old,):
         parts = name.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-            stop(
-                f"--replace needs a class's dotted name, as torch.optim.AdamW, or two, as "
+            raise argparse.ArgumentTypeError(
+                f"needs a class's dotted name, as torch.optim.AdamW, or two, as "
                 f"prodigyopt.Prodigy=torch.optim.AdamW; got {text!r}."
             )
     return Replacement(old, new)
@@ -103,5 +73,5 @@ def _replacement(text: str) -> Replacement:
 
 def _steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 16:
-        stop(f"--probe needs at least 16 optimizer steps, got {text!r}. Try 200.")
+        raise argparse.ArgumentTypeError(f"needs at least 16 optimizer steps, got {text!r}. Try 200.")
     return int(text)
