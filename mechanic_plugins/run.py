@@ -114,7 +114,7 @@ def _check(plan: Plan, events: Events, arguments: list[str]) -> None:
             "call super().__new__(cls, *args, **kwargs), or mechanize() it in the program.",
             LOST,
         )
-    if idle := events.of("idle"):
+    if idle := events.of("idle") or (set() if events.of("stepped") else events.of("unused")):
         stop(f"warning: Mechanic made no step in {'; '.join(sorted(idle))}: it trained without Mechanic.", IDLE)
     if events.of("mechanic") and not events.of("stepped"):
         say("warning: a mechanized optimizer was built, but made no step.")

@@ -26,9 +26,7 @@ class Command(NamedTuple):
 
 def parse(words: list[str], usage: str) -> Command:
     """Reads `[options] target [its arguments]`. Bad options are refused before anything is started."""
-    form = (
-        "%(prog)s [--replace CLASS] [--options K=V,...] [--probe STEPS] (script.py | -m module | command) ..."
-    )
+    form = "%(prog)s [--replace CLASS] [--options K=V,...] [--probe STEPS] (script.py | -m module | command) ..."
     parser = argparse.ArgumentParser(prog="mechanic-run", usage=form, add_help=False, allow_abbrev=False)
     parser.add_argument("--replace", type=_replacement, action="append", default=[])
     parser.add_argument("--options", action="append", default=[])

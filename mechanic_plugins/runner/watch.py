@@ -28,7 +28,7 @@ class Watch:
         self._plan, self._events = plan, events
         self._seen: WeakSet[Any] = WeakSet()
         self._idle: list[Any] = []
-        """Mechanized, without a step so far. Kept alive until the end."""
+        """The first few that are mechanized and made no step so far. Kept alive until the end."""
         self._recorder: Any = None
         self._has_mechanic = False
         self._plain_steps = 0
@@ -50,7 +50,8 @@ class Watch:
         kind = type(optimizer)
         if is_mechanic(kind):
             self._has_mechanic = True
-            self._idle.append(optimizer)
+            if len(self._idle) < 4:
+                self._idle.append(optimizer)
             self._events.note("mechanic")
             optimizer.register_step_post_hook(self._stepped)
         else:
@@ -59,9 +60,9 @@ class Watch:
                 optimizer.register_step_post_hook(self._stepped_plain)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
+        self._events.note("stepped")
         if self._idle:
             self._idle = [each for each in self._idle if each is not optimizer]
-            self._events.note("stepped")
         if self._plan.probe or self._plan.replace:
             if self._recorder is None:
                 from mechanic_plugins.runner.probe import Recorder
@@ -86,19 +87,12 @@ class Watch:
     def finish(self) -> None:
         """The program has ended."""
         for optimizer in self._idle:
-            if reason := _why_idle(optimizer):
-                self._events.note("idle", f"{type(optimizer.base).__name__} ({reason})")
+            step, name = vars(optimizer).get("step"), type(optimizer.base).__name__
+            if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+                new = f"{getattr(step, '__module__', '?')}.{getattr(step, '__qualname__', step)}"
+                self._events.note("idle", f"{name} (the program replaced its step() by {new})")
+            elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                self._events.note("unused", f"{name} (gradients were computed, but its step() was never called)")
         if self._recorder is not None:
             self._recorder.finish()
         self._recorder, self._idle = None, []
-
-
-def _why_idle(optimizer: Any) -> str | None:
-    """Why a mechanized optimizer made no step, if the program seems to have trained."""
-    step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        name = f"{getattr(step, '__module__', '?')}.{getattr(step, '__qualname__', step)}"
-        return f"the program replaced its step() by {name}"
-    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        return "gradients were computed, but its step() was never called"
-    return None
