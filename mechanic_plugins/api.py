@@ -118,6 +118,8 @@ def demechanize(optimizer: Any) -> Optimizer:
     except ValueError as error:
         raise RuntimeError(f"{error}: the learning rate would be 0. Train a few steps before demechanize().") from error
     lrs = [scale * peak_lr(group) for scale, group in zip(scales, groups, strict=True)]
+    if not any(lrs):  # a schedule set by hand has ended at 0
+        lrs = scales
     for group, lr in zip(groups, lrs, strict=True):
         if group.get("lr") is not None:
             group["lr"] = group["lr"] * 0 + learned * lr / max(lrs)  # a tensor stays one

@@ -107,6 +107,16 @@ def test_demechanize_after_a_finished_schedule() -> None:
     assert CosineAnnealingLR(plain, 10).base_lrs == pytest.approx(run.highest)
 
 
+def test_demechanize_after_a_schedule_set_by_hand() -> None:
+    model = perceptron()
+    opt = mechanize(torch.optim.SGD(model.parameters(), lr=0.5))
+    for step in range(20):
+        opt.param_groups[0]["lr"] = 0.5 * (1 - step / 19)
+        train(model, opt, 1, first=step)
+    learned = opt.learned_lr
+    assert demechanize(opt).param_groups[0]["lr"] == learned > 0
+
+
 def test_a_single_learning_rate_is_one_number() -> None:
     run = Trained(10, lrs=(0.1,) * 4)
     assert report(run.opt) == f"Mechanic learned a learning rate of {run.highest[0]:.3g}."
