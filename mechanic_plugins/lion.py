@@ -80,9 +80,7 @@ class Lion(Optimizer):
 def _gradient(p: Tensor) -> Tensor:
     assert p.grad is not None
     if p.grad.is_sparse:
-        raise RuntimeError(
-            "Lion does not support sparse gradients, as it moves every weight: use sparse=False."
-        )
+        raise RuntimeError("Lion does not support sparse gradients, as it moves every weight: use sparse=False.")
     return p.grad
 
 
