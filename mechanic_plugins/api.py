@@ -112,18 +112,18 @@ def demechanize(optimizer: Any) -> Optimizer:
         RuntimeError: Nothing was learned yet.
     """
     mechanic = unwrap(optimizer)
-    learned, groups = mechanic.learned_lr, mechanic.param_groups
+    learned, groups, scales = mechanic.learned_lr, mechanic.param_groups, mechanic.scales.tolist()
     try:
-        scales = filled(mechanic.scales.tolist())
+        whole = filled(scales)
     except ValueError as error:
         raise RuntimeError(f"{error}: the learning rate would be 0. Train a few steps before demechanize().") from error
-    lrs = [scale * peak_lr(group) for scale, group in zip(scales, groups, strict=True)]
-    if not any(lrs):  # a schedule set by hand has ended at 0
-        lrs = scales
-    for group, lr in zip(groups, lrs, strict=True):
-        if group.get("lr") is not None:
-            group["lr"] = group["lr"] * 0 + learned * lr / max(lrs)  # a tensor stays one
-            group.pop("initial_lr", None)  # a new scheduler starts at lr
+    peaks = list(map(peak_lr, groups))
+    peaks = peaks if any(peaks) else [1.0] * len(groups)  # a schedule set by hand has ended at 0
+    highest = max(scale * peak for scale, peak in zip(scales, peaks, strict=True))
+    for group, scale, peak in zip(groups, whole, peaks, strict=True):
+        for key in ("lr", "initial_lr"):
+            if group.get(key) is not None:
+                group[key] = group[key] * 0 + learned * (scale * peak / highest)  # a tensor stays one
     checkpoint.strip(groups, mechanic.state)
     release(groups)
     return mechanic.base
