@@ -114,8 +114,8 @@ def parse_header(value: object) -> Header:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         raise ValueError(
-            "the checkpoint is of a version of mechanic-plugins before the first release, which this one cannot read: go "
-            f"on from its weights alone. {_REMEDY}"
+            "the checkpoint is older than the first release of mechanic-plugins, and this version cannot read it: go "
+            f"on from its weights. {_REMEDY}"
         )
     try:
         loaded = json.loads(value)  # type: ignore[arg-type]
@@ -185,8 +185,8 @@ class _Reader:
             )
         if rule not in ("relative", was):
             raise ValueError(
-                f"the checkpoint was saved with rule={was!r}, from which rule={rule!r} cannot go on: pass the same rule "
-                "to mechanize(), or none for the default."
+                f"the checkpoint was saved with rule={was!r}, and rule={rule!r} cannot go on from it: pass the same "
+                "rule to mechanize(), or none for the default."
             )
 
     def _adopted(self) -> dict[str, list[float]]:

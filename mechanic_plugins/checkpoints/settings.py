@@ -25,8 +25,8 @@ def notice(header: Header, settings: Settings) -> str | None:
     ours, theirs = portable(settings), {**ADDED_LATER, **(header.settings or {})}
     if theirs.get("rule") != settings.rule:
         return (
-            f"the checkpoint was saved with rule={theirs.get('rule')!r}. Its learned scale is kept, and the default rule "
-            "goes on from there."
+            f"the checkpoint was saved with rule={theirs.get('rule')!r}. Its learned scale is kept, and the default "
+            "rule goes on from there."
         )
     changed = {name: old for name, old in theirs.items() if name in ours and ours[name] != old}
     if not changed:

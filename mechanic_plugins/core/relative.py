@@ -63,7 +63,7 @@ def walk(row: Row, before: float, lr: float) -> None:
 
 
 def delta_factor(before: float, after: float) -> float:
-    """What delta is multiplied by, so that the weights stay where they are and delta is dropped before the first move."""
+    """What delta is multiplied by: the weights stay where they are, and updates before the first move are dropped."""
     return 1.0 if after == 0 else before / after
 
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 __all__ = ["SCALARS", "VECTORS", "Products", "Row"]
 
 VECTORS = ("s", "r", "m", "v", "q", "w0")
-"""The paper's letters, one number for each beta. The default rule has one of each: `s` is the scale, `r`, `v` and `m`
-are the sums of z, of z^2 and of the steps; `q` and `w0` serve `rule="theory"` alone."""
+"""The paper's letters, one number for each beta. The default rule has one of each: `s` is the scale; `r`, `v` and `m`
+sum up z, z^2 and the steps. `q` and `w0` serve `rule="theory"` alone."""
 SCALARS = ("s_init", "played", "h", "lr", "gradients", "longest", "size", "length", "path", "travelled", "elapsed")
-"""`played` is the scale that made the current weights, `h` what the last step saw, `lr` the base's highest learning rate
-so far, `gradients` the number of those that were not zero, `longest` the norm of the longest. `size`, `length` and
-`path` are the default rule's: see `mechanic_plugins.core.relative`. `travelled` is the sum of scale * lr, `elapsed` that
-of lr: their ratio is the mean scale."""
+"""`played` is the scale that made the current weights, `h` what the last step saw, `lr` the base's highest lr so far,
+`gradients` the number of those that were not zero, `longest` the norm of the longest. `size`, `length` and `path` are
+the default rule's: see `mechanic_plugins.core.relative`. `travelled` is the sum of scale * lr and `elapsed` that of lr;
+their ratio is the mean scale."""
 
 
 class Products(NamedTuple):
@@ -55,8 +55,8 @@ class Row:
     def of(cls, numbers: Sequence[float]) -> Row:
         """From the numbers of `numbers()`."""
         n = (len(numbers) - len(SCALARS)) // len(VECTORS)
-        ends = range(0, n * len(VECTORS), n)
-        return cls(*(list(numbers[at : at + n]) for at in ends), *numbers[n * len(VECTORS) :])
+        s, r, m, v, q, w0 = (list(numbers[at : at + n]) for at in range(0, n * len(VECTORS), n))
+        return cls(s, r, m, v, q, w0, *numbers[n * len(VECTORS) :])
 
     def numbers(self) -> list[float]:
         """One after the other."""

@@ -80,7 +80,7 @@ class Settings:
     @property
     def n(self) -> int:
         """How many learners there are."""
-        return 1 if self.betas is None else len(self.betas)
+        return len(self.betas or (1.0,))
 
     def at_lr(self, lr: float) -> Settings:
         """Settings that give the same trajectory for a base whose updates are `lr` times as long."""

@@ -1,8 +1,8 @@
 """The tuner: one function of plain floats, from the sums of a step to the scale of the next.
 
-Mechanic plays x = x_ref + S * Delta, where Delta is the sum of the base optimizer's updates. `decide` says whether a step
-is made, clips, and lets the rule choose the next S: the default's is `mechanic_plugins.core.relative`, the published ones
-are in `mechanic_plugins.core.published`. `mechanic_plugins.kernels.triton_tuner` is the same on a GPU.
+Mechanic plays x = x_ref + S * Delta, where Delta is the sum of the base optimizer's updates. `decide` says whether a
+step is made, clips, and lets the rule choose the next S: the default is `mechanic_plugins.core.relative`, the published
+ones are in `mechanic_plugins.core.published`. `mechanic_plugins.kernels.triton_tuner` is the same on a GPU.
 """
 
 from __future__ import annotations

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core.tuner_state import sums_of
+from mechanic_plugins.core.tuner_state import SUMS, sums_of
 
-__all__ = ["add_sizes"]
+__all__ = ["add_sizes", "make_room"]
+
+_ROOTS, _NONZERO, _TOUCHED = (SUMS.index(name) for name in ("xx", "dx", "dp"))
+
+
+def make_room(out: Tensor, tuners: Collection[int]) -> None:
+    """The places of what `add_sizes` adds, in a step in which these tuners' delta is 0."""
+    for index in tuners:
+        sums_of(out, index)[[_ROOTS, _NONZERO, _TOUCHED]] = 0.0
 
 
 def add_sizes(
     out: Tensor, tuner_index: int, xs: Sequence[Tensor], grads: Sequence[Tensor | None], weight: float
 ) -> None:
-    """Puts three sums where a tuner's <x, x>, <d, x> and <d, p> would be.
+    """Adds three sums where a tuner's <x, x>, <d, x> and <d, p> would be.
 
     They are the sum of |x|^(1/2), the number of weights that are not 0, and of gradients that are not 0, over the
     parameters that have a gradient. Each may be a part of a parameter: ranks add theirs up.
@@ -25,5 +33,6 @@ def add_sizes(
         if grad is None:
             continue
         roots = x.detach().abs().to(torch.promote_types(x.abs().dtype, torch.float32)).sqrt_().sum(dtype=torch.float64)
-        for place, value in ((2, roots), (3, x.count_nonzero()), (5, grad.count_nonzero())):
+        counts = x.count_nonzero(), grad.count_nonzero()
+        for place, value in zip((_ROOTS, _NONZERO, _TOUCHED), (roots, *counts), strict=True):
             sums[place] += weight * value.to(sums)

@@ -16,7 +16,7 @@ _MAX_SCALE, _S_DECAY, _EPS, _S_INIT, _BETAS = (tl.constexpr(place) for place in 
 _PLAYED, _H, _LR, _GRADIENTS, _LONGEST = (tl.constexpr(place) for place in range(1, 6))
 _SIZE, _LENGTH, _PATH, _TRAVELLED, _ELAPSED = (tl.constexpr(place) for place in range(6, 11))
 _SCALARS = tl.constexpr(11)
-"""Places of the scalars in a row, behind its six vectors: see `mechanic_plugins.core.row.SCALARS`. s_init is the first."""
+"""Places of the scalars in a row, behind its six vectors (`mechanic_plugins.core.row.SCALARS`); s_init is the first."""
 
 
 @triton.jit

@@ -55,9 +55,10 @@ class Decider:
             progress.lr_refs, progress.unit, progress.unit_since = known
         steps = float(progress.steps)
         rows = zip(outcome.befores, outcome.afters, outcome.delta_factors, strict=True)
-        table = [[before, after, float(outcome.applied), factor, outcome.clip, steps] for before, after, factor in rows]
-        scales = torch.tensor(table, dtype=torch.float64, device=sums.device)
-        return Decision(outcome.applied, scales, has_clip=outcome.clip < 1)
+        made = float(outcome.applied)
+        scales = [[before, after, made, factor, outcome.clip, steps] for before, after, factor in rows]
+        table = torch.tensor(scales, dtype=torch.float64, device=sums.device)
+        return Decision(outcome.applied, table, has_clip=outcome.clip < 1)
 
     def _in_floats(
         self, sums: Tensor, progress: Progress, inputs: Inputs, max_grad_norm: float | None

@@ -42,8 +42,8 @@ class Freezing(Readout):
         progress = self._progress
         if not bool((progress.tuner.played > 0).any()):
             raise RuntimeError(
-                "freeze() would hold a scale of 0, at which nothing trains: no scale was learned yet. Call it after the "
-                "first three steps with a gradient."
+                "freeze() would hold a scale of 0, at which nothing trains: no scale was learned yet. Call it after "
+                "the first three steps with a gradient."
             )
         progress.frozen, progress.released = True, release or progress.released
         if release:

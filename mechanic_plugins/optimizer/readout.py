@@ -41,8 +41,8 @@ class Readout(Wrapper):
     def learned_lrs(self) -> list[float]:
         """The learned learning rate of each group. Synchronises with the device.
 
-        It is the peak of the schedule times the mean scale: the fixed peak that would have taken the run as far. This is
-        the number to write into a plain optimizer. 0 before anything was learned.
+        The peak of the schedule times the mean scale: the fixed peak that would have taken the run as far. This is the
+        number to write into a plain optimizer. 0 before anything was learned.
         """
         progress, unit = self._progress, self._units.of_delta(self._progress)
         columns = torch.cat([progress.tuner.column(name) for name in ("travelled", "elapsed", "lr")], dim=1).tolist()

@@ -34,7 +34,7 @@ from mechanic_plugins.distributed.sharding import (
     reduction_for,
 )
 from mechanic_plugins.kernels.cuda import is_capturing
-from mechanic_plugins.kernels.sizes import add_sizes
+from mechanic_plugins.kernels.sizes import add_sizes, make_room
 from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
 from mechanic_plugins.optimizer.delegate import Group, hooked
 from mechanic_plugins.optimizer.freezing import Freezing
@@ -260,6 +260,7 @@ class MechanicOptimizer(Freezing):
             Entry(param_state.x, group, param_state, progress.tuner_of(group), 1.0) for group, param_state in parts
         ]
         sums, new = self._passes.sums(entries, **self._about_sums(progress)), self._new_tuners(progress)
+        make_room(sums, new)
         for entry in entries:
             if entry.tuner_index in new:
                 add_sizes(sums, entry.tuner_index, [entry.param_state.x], [entry.param_state.grad], 1.0)

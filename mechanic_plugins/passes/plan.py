@@ -20,7 +20,7 @@ from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
 from mechanic_plugins.kernels.batch import TensorBatch
 from mechanic_plugins.kernels.foreach import ForeachBatch
-from mechanic_plugins.kernels.sizes import add_sizes
+from mechanic_plugins.kernels.sizes import add_sizes, make_room
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.passes.deltas import complete
 from mechanic_plugins.passes.kept import KeptState
@@ -239,6 +239,7 @@ class Plan:
 
     def add_sizes(self, out: Tensor, tuners: Collection[int]) -> None:
         """The sums of these tuners' first step, beside gg: see `kernels.sizes`. Delta is 0 then, and all others are."""
+        make_room(out, tuners)
         for batch in self.batches:
             if batch.tuner_index in tuners:
                 add_sizes(out, batch.tuner_index, batch.xs(), batch.grads(), batch.weight)
