@@ -59,7 +59,8 @@ class MechanicOptimizer(Freezing):
         self._fused = False
         self._calls = 0
         self._decision: Decision | None = None
-        self._has_sizes: Progress | None = None
+        self._sized: Progress | None = None
+        self._tuners_sized = 0
 
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
     @hooked
@@ -145,14 +146,14 @@ class MechanicOptimizer(Freezing):
 
     def _new_tuners(self, progress: Progress) -> list[int]:
         """Those that have not seen a gradient yet. Waits for the device until all have, mostly once."""
-        if self._has_sizes is progress or self.settings.rule != "relative":
+        if self.settings.rule != "relative" or (self._sized is progress and self._tuners_sized == len(progress.tuner)):
             return []
         if is_capturing(progress.tuner.device):
             return list(range(len(progress.tuner))) if progress.unit == 0 else []
         sizes = progress.tuner.column("size")[:, 0].tolist()
         new = [index for index, size in enumerate(sizes) if size == 0]
         if not new:
-            self._has_sizes = progress
+            self._sized, self._tuners_sized = progress, len(progress.tuner)
         return new
 
     def _was_false_start(self, vector: Tensor, progress: Progress) -> bool:
@@ -183,7 +184,7 @@ class MechanicOptimizer(Freezing):
             self._units.constants(progress), tuners=len(progress.tuner), device=progress.tuner.device
         )
         progress.steps = torch.zeros_like(progress.steps)
-        progress.unit = 0.0
+        progress.unit, self._sized = 0.0, None
 
     def decide(self, sums: Tensor) -> Decision:
         """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
