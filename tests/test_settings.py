@@ -75,9 +75,13 @@ TAKEN: list[dict[str, Any]] = [
 ]
 
 
+def settings_of(**options: Any) -> Settings:
+    return mechanize(torch.optim.SGD([torch.zeros(2, requires_grad=True)]), **options).settings
+
+
 @pytest.mark.parametrize("options", TAKEN, ids=str)
 def test_values_on_the_edge_are_taken(options: dict[str, Any]) -> None:
-    settings = mechanize(torch.optim.SGD, settings=Settings(**{"rule": "paper", **options})).settings
+    settings = settings_of(settings=Settings(**{"rule": "paper", **options}))
     for name, value in options.items():
         assert getattr(settings, name) == (tuple(value) if name == "betas" else value)
 
@@ -87,7 +91,7 @@ def test_values_on_the_edge_are_taken(options: dict[str, Any]) -> None:
     [("paper", 1e-8, 1e-8), ("experiments", 1e-8, 1e-10), ("optax", 1e-6, 1e-8), ("theory", 1e-8, 1e-8)],
 )
 def test_published_rules_come_with_their_constants(rule: Any, s_init: float, eps: float) -> None:
-    settings = mechanize(torch.optim.SGD, rule=rule).settings
+    settings = settings_of(rule=rule)
     assert settings == Settings(rule=rule)
     assert (settings.s_init, settings.eps, settings.s_decay, settings.n) == (s_init, eps, 0.01, 6)
 
