@@ -102,8 +102,8 @@ def chain(optimizer: Any) -> str:
 def demechanize(optimizer: Any) -> Optimizer:
     """Returns the base optimizer with the learned learning rate as its lr, its moments kept.
 
-    The lr is `optimizer.learned_lr`, the highest that was in force; param groups keep their ratios. With
-    `scope="group"`, a group that learned nothing (empty, or always frozen) takes the smallest scale of the others.
+    The lrs are `optimizer.learned_lrs`. With `scope="group"`, a group that learned nothing (empty, or always frozen)
+    takes the smallest scale of the others.
     Build a new scheduler on the result: an existing one holds the old learning rates. A framework's wrapper is looked
     into (see `unwrap`) but still holds Mechanic afterwards.
 
@@ -112,15 +112,15 @@ def demechanize(optimizer: Any) -> Optimizer:
         RuntimeError: Nothing was learned yet.
     """
     mechanic = unwrap(optimizer)
-    learned, groups = mechanic.learned_lr, mechanic.param_groups
+    groups = mechanic.param_groups
+    peaks = [peak_lr(group) or 1.0 for group in groups]
     try:
-        scales = filled(mechanic.scales.tolist())
+        scales = filled([learned / peak for learned, peak in zip(mechanic.learned_lrs, peaks, strict=True)])
     except ValueError as error:
         raise RuntimeError(f"{error}: the learning rate would be 0. Train a few steps before demechanize().") from error
-    lrs = [scale * peak_lr(group) for scale, group in zip(scales, groups, strict=True)]
-    for group, lr in zip(groups, lrs, strict=True):
+    for group, scale, peak in zip(groups, scales, peaks, strict=True):
         if group.get("lr") is not None:
-            group["lr"] = group["lr"] * 0 + learned * lr / max(lrs)  # a tensor stays one
+            group["lr"] = group["lr"] * 0 + scale * peak  # a tensor stays one
             group.pop("initial_lr", None)  # a new scheduler starts at lr
     checkpoint.strip(groups, mechanic.state)
     release(groups)
