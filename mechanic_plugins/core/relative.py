@@ -26,7 +26,7 @@ from mechanic_plugins.core.row import Products, Row
 
 __all__ = ["DOUBT", "GAIN", "MEMORY", "OUTLIER", "OUTLIER_GROWTH", "PRIOR", "advance", "delta_factor", "walk"]
 
-PRIOR = 0.02
+PRIOR = 0.04
 """What an update should change of a typical weight."""
 GAIN = 4.0
 """How far the evidence moves the scale: by a factor of up to exp(4)."""

@@ -32,7 +32,13 @@ def add_sizes(
     for x, grad in zip(xs, grads, strict=True):
         if grad is None:
             continue
-        roots = x.detach().abs().to(torch.promote_types(x.abs().dtype, torch.float32)).sqrt_().sum(dtype=torch.float64)
+        x, grad = _real(x.detach()), _real(grad)
+        roots = x.abs().to(torch.promote_types(x.dtype, torch.float32)).sqrt_().sum(dtype=torch.float64)
         counts = x.count_nonzero(), grad.count_nonzero()
         for place, value in zip((_ROOTS, _NONZERO, _TOUCHED), (roots, *counts), strict=True):
             sums[place] += weight * value.to(sums)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex number is two weights."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
