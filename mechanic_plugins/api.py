@@ -102,8 +102,8 @@ def chain(optimizer: Any) -> str:
 def demechanize(optimizer: Any) -> Optimizer:
     """Returns the base optimizer with the learned learning rate as its lr, its moments kept.
 
-    The lr is `optimizer.learned_lr`, the highest that was in force; param groups keep their ratios. With
-    `scope="group"`, a group that learned nothing (empty, or always frozen) takes the smallest scale of the others.
+    The lrs are `optimizer.learned_lrs`. With `scope="group"`, a group that learned nothing (empty, or always frozen)
+    takes the smallest scale of the others.
     Build a new scheduler on the result: an existing one holds the old learning rates. A framework's wrapper is looked
     into (see `unwrap`) but still holds Mechanic afterwards.
 
@@ -112,18 +112,16 @@ def demechanize(optimizer: Any) -> Optimizer:
         RuntimeError: Nothing was learned yet.
     """
     mechanic = unwrap(optimizer)
-    learned, groups, scales = mechanic.learned_lr, mechanic.param_groups, mechanic.scales.tolist()
+    groups = mechanic.param_groups
+    peaks = [peak_lr(group) or 1.0 for group in groups]
     try:
-        whole = filled(scales)
+        scales = filled([learned / peak for learned, peak in zip(mechanic.learned_lrs, peaks, strict=True)])
     except ValueError as error:
         raise RuntimeError(f"{error}: the learning rate would be 0. Train a few steps before demechanize().") from error
-    peaks = list(map(peak_lr, groups))
-    peaks = peaks if any(peaks) else [1.0] * len(groups)  # a schedule set by hand has ended at 0
-    highest = max(scale * peak for scale, peak in zip(scales, peaks, strict=True))
-    for group, scale, peak in zip(groups, whole, peaks, strict=True):
-        for key in ("lr", "initial_lr"):
-            if group.get(key) is not None:
-                group[key] = group[key] * 0 + learned * (scale * peak / highest)  # a tensor stays one
+    for group, scale, peak in zip(groups, scales, peaks, strict=True):
+        if group.get("lr") is not None:
+            group["lr"] = group["lr"] * 0 + scale * peak  # a tensor stays one
+            group.pop("initial_lr", None)  # a new scheduler starts at lr
     checkpoint.strip(groups, mechanic.state)
     release(groups)
     return mechanic.base

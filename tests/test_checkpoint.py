@@ -15,11 +15,12 @@ from problems import differences, everything, perceptron, train
 from torch import nn
 
 from mechanic_plugins import MechanicOptimizer, mechanize
+from mechanic_plugins.core.settings import Settings
 
 ROWS = {row.name: row for row in OPTIMIZERS}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# base, dtype, options of mechanize: what is saved after 15 steps and goes on for as many more in a new process.
+# base, dtype, settings: what is saved after 15 steps and goes on for as many more in a new process.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     f"{base}-{dtype}": (base, dtype, {})
     for base in ("SGD", "SGD-momentum", "AdamW", "Adagrad", "Adafactor")
@@ -27,10 +28,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 CASES["theory"] = ("AdamW", "float32", {"rule": "theory"})
 CASES["optax"] = ("AdamW", "float32", {"rule": "optax", "s_init": 1e-6})
-CASES["paper"] = ("AdamW", "bfloat16", {"preset": "paper"})
-CASES["hindsight"] = ("AdamW", "bfloat16", {"hindsight": 0.0, "s_init": 1e-4})
-CASES["smoothing"] = ("AdamW", "float32", {"smoothing": 0.9, "max_scale": 0.5})
-CASES["scope-group"] = ("AdamW", "bfloat16", {"scope": "group", "betas": (0.9, 0.999)})
+CASES["paper"] = ("AdamW", "bfloat16", {"rule": "paper", "betas": (0.9, 0.999)})
+CASES["max_scale"] = ("AdamW", "float32", {"max_scale": 0.01})
+CASES["scope-group"] = ("AdamW", "bfloat16", {"scope": "group"})
 BEFORE, AFTER = 15, 15
 
 
@@ -38,7 +38,7 @@ def build(case: str) -> tuple[nn.Sequential, MechanicOptimizer]:
     base, dtype, options = CASES[case]
     model = perceptron(DTYPES[dtype])
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.03}]
-    return model, mechanize(ROWS[base].build(groups, lr=0.1), **options)
+    return model, mechanize(ROWS[base].build(groups, lr=0.1), settings=Settings(**options))
 
 
 def resume(folder: Path) -> None:
@@ -168,18 +168,12 @@ def test_a_plain_optimizer_takes_a_mechanized_checkpoint(base: str) -> None:
 def test_mechanizing_a_plain_optimizer_that_took_a_mechanized_checkpoint_of_another_n_is_refused() -> None:
     """Its groups hold the old tuner: its vectors would not fit, and the first step fell over their shapes."""
     model = perceptron()
-    opt = mechanize(torch.optim.AdamW(model.parameters()))
+    opt = mechanize(torch.optim.AdamW(model.parameters()), rule="paper")
     train(model, opt, 3)
     plain = torch.optim.AdamW(model.parameters())
     plain.load_state_dict(opt.state_dict())
     with pytest.raises(ValueError, match="saved with 6 betas, this optimizer has 2"):
-        mechanize(plain, betas=(0.9, 0.99))
-
-
-def other_n(saved: dict[str, Any]) -> None:
-    for group in saved["param_groups"]:
-        for name in "srmv":
-            group[f"mechanic_{name}"] = group[f"mechanic_{name}"][:4]
+        mechanize(plain, settings=Settings(rule="paper", betas=(0.9, 0.99)))
 
 
 def fewer_groups(saved: dict[str, Any]) -> None:
@@ -213,8 +207,12 @@ def half_the_groups(saved: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any]], None], str]] = {
-    "other n": ({}, {}, other_n, "saved with 4 betas, this optimizer has 6: pass the same betas"),
-    "betas": ({"betas": (0.9, 0.99)}, {}, lambda saved: None, "saved with 2 betas, this optimizer has 6"),
+    "betas": (
+        {"rule": "paper", "betas": (0.9, 0.99)},
+        {"rule": "paper"},
+        lambda saved: None,
+        "saved with 2 betas, this optimizer has 6: pass the same betas",
+    ),
     "fewer groups": ({}, {}, fewer_groups, "different number of parameter groups"),
     "other groups": ({}, {}, other_groups, "doesn't match the size of optimizer's group"),
     "other shapes": ({}, {}, other_shapes, r"has shape \(8, 4, 2\) where the parameter has \(8, 4\)"),
@@ -223,7 +221,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any
     "half the groups": ({}, {}, half_the_groups, "only some of the checkpoint's param groups"),
     "scope group": ({"scope": "group"}, {}, lambda saved: None, "scope='group'"),
     "scope all": ({}, {"scope": "group"}, lambda saved: None, "scope='all'"),
-    "rule": ({}, {"rule": "theory"}, lambda saved: None, "another rule than 'theory'.*pass the same rule"),
+    "rule": ({}, {"rule": "theory"}, lambda saved: None, "rule='theory' cannot go on from it: pass the same rule"),
 }
 
 
@@ -235,7 +233,7 @@ def test_what_cannot_be_continued_is_refused_before_anything_is_changed(case: st
     def trained(options: dict[str, Any], steps: int) -> MechanicOptimizer:
         model = perceptron()
         groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.03}]
-        opt = mechanize(ROWS[base].build(groups, lr=0.1), **options)
+        opt = mechanize(ROWS[base].build(groups, lr=0.1), settings=Settings(**options))
         train(model, opt, steps)
         return opt
 
@@ -269,6 +267,24 @@ def test_a_frozen_scale_stays_frozen_through_a_checkpoint() -> None:
     twin.load_state_dict(opt.state_dict())
     train(model, twin, 5, first=10)
     assert twin.scale.item() == opt.scale.item()
+
+
+def test_the_learned_lr_survives_and_is_the_peak_times_the_mean_scale() -> None:
+    model = perceptron()
+    opt = mechanize(torch.optim.AdamW(model.parameters(), lr=0.3))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 30)
+    far = time = 0.0
+    for step in range(25):
+        lr = opt.param_groups[0]["lr"]
+        train(model, opt, 1, first=step)
+        far, time = far + opt.scale.item() * lr, time + (lr if opt.scale.item() > 0 else 0.0)
+        scheduler.step()
+    assert opt.learned_lr == pytest.approx(0.3 * far / time, rel=1e-12)
+    twin = mechanize(torch.optim.AdamW(model.parameters(), lr=0.3))
+    assert twin.learned_lr == 0
+    twin.load_state_dict(opt.state_dict())
+    assert twin.learned_lr == opt.learned_lr
+    assert twin.learned_lrs == opt.learned_lrs == [opt.learned_lr]
 
 
 def test_parameters_without_a_gradient_have_nothing_to_save() -> None:

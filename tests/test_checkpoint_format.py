@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import math
 from typing import Any
 
-import golden
 import pytest
 import torch
 from problems import differences, everything, perceptron, train
+from torch import nn
 
 from mechanic_plugins import MechanicOptimizer, mechanize
 from mechanic_plugins.checkpoints import format as checkpoint_format
+from mechanic_plugins.core.row import SCALARS as FIELDS
+from mechanic_plugins.core.row import VECTORS as LISTS
+from mechanic_plugins.core.settings import Settings
 
 NAN, INF = math.nan, math.inf
 
@@ -22,7 +24,7 @@ NAN, INF = math.nan, math.inf
 def trained(steps: int = 10, **options: Any) -> MechanicOptimizer:
     model = perceptron()
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.03}]
-    opt = mechanize(torch.optim.AdamW(groups, lr=0.1), **options)
+    opt = mechanize(torch.optim.AdamW(groups, lr=0.1), settings=Settings(**options))
     train(model, opt, steps)
     return opt
 
@@ -75,12 +77,12 @@ def test_a_missing_key_is_refused(saved: dict[str, Any], name: str) -> None:
 def test_a_short_vector_is_refused(saved: dict[str, Any], name: str) -> None:
     damaged = copy.deepcopy(saved)
     damaged["param_groups"][0][f"mechanic_{name}"].pop()
-    refused(damaged, f"mechanic_{name} has .* expected a list of 6 numbers")
+    refused(damaged, f"mechanic_{name} has .* expected a list of 1 numbers")
 
 
 WRONG: dict[str, list[tuple[Any, str]]] = {
-    "s": [(1.0, "a list of numbers"), ({}, "a list of numbers"), (["1"] * 6, "a finite number")],
-    "v": [([-1.0] * 6, "a number >= 0")],
+    "s": [(1.0, "a list of numbers"), ({}, "a list of numbers"), (["1"], "a finite number")],
+    "v": [([-1.0], "a number >= 0")],
     "played": [([1.0], "a finite number"), ("1", "a finite number"), (None, "a finite number"), (-1.0, ">= 0")],
     "steps": [(1.5, "a whole number"), (-1, "a whole number >= 0"), (NAN, "a whole number"), (True, "a whole number")],
     "unit": [(-1.0, "a number >= 0"), ([], "a finite number")],
@@ -89,7 +91,8 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         ("", "cannot be read"),
         (None, "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"format": 2}', "is invalid"),
+        ('{"format": 3}', "is invalid"),
+        (1, "older than the first release .* go on from its weights"),
     ],
 }
 
@@ -124,7 +127,8 @@ def test_delta_that_is_no_tensor_counts_as_missing(saved: dict[str, Any]) -> Non
 
 def test_groups_of_different_formats_are_refused(saved: dict[str, Any]) -> None:
     damaged = copy.deepcopy(saved)
-    damaged["param_groups"][1]["mechanic_tuners"] = 1
+    group = damaged["param_groups"][1]
+    group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), "format": 2})
     refused(damaged, "not all of one format: it is damaged")
 
 
@@ -143,71 +147,102 @@ def test_delta_that_is_not_finite_is_refused(saved: dict[str, Any], value: float
 def test_a_newer_format_is_refused(saved: dict[str, Any]) -> None:
     newer = copy.deepcopy(saved)
     for group in newer["param_groups"]:
-        group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), "format": 3, "more": 1})
-    refused(newer, "has format 3 .* reads formats up to 2: pip install --upgrade mechanic-plugins")
+        group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), "format": 4, "more": 1})
+    refused(newer, "has format 4 .* reads formats up to 3: pip install --upgrade mechanic-plugins")
 
 
 def test_other_settings_are_named_once() -> None:
-    """A checkpoint of preset="paper" loaded into the defaults without a word, and went on at half the scale."""
-    saved = trained(smoothing=0.9, hindsight=0.5, betas=(0.9, 0.99)).state_dict()
-    opt = trained(smoothing=0.8, hindsight=0.5, betas=(0.9, 0.95), max_scale=2.0)
+    saved = trained(rule="paper", s_init=1e-3, eps=1e-6, betas=(0.9, 0.99)).state_dict()
+    others: dict[str, Any] = {"rule": "paper", "s_init": 1e-2, "eps": 1e-6, "betas": (0.9, 0.95), "max_scale": 2.0}
+    opt = trained(**others)
     with pytest.warns(UserWarning, match="saved with different settings") as caught:
         opt.load_state_dict(saved)
     assert len(caught) == 1
     message = str(caught[0].message)
-    for part in ("smoothing was 0.9 and is 0.8", "betas was [0.9, 0.99] and is [0.9, 0.95]", "max_scale was None"):
+    for part in ("s_init was 0.001 and is 0.01", "betas was [0.9, 0.99] and is [0.9, 0.95]", "max_scale was None"):
         assert part in message
-    assert "hindsight" not in message
-    assert "mechanize(..., betas=[0.9, 0.99], smoothing=0.9, max_scale=None)" in message
-    twin = trained(smoothing=0.8, hindsight=0.5, betas=(0.9, 0.95), max_scale=2.0)
+    assert "eps" not in message
+    assert "settings=Settings(max_scale=None, betas=[0.9, 0.99], s_init=0.001)" in message
+    twin = trained(**others)
     twin.load_state_dict(opt.state_dict())  # says nothing: what was saved last is what was in force
 
 
 def test_a_base_that_loaded_other_settings_says_so_when_it_is_mechanized() -> None:
-    opt = trained(smoothing=0.9)
+    opt = trained(max_scale=3.0)
     plain = torch.optim.AdamW([{"params": g["params"]} for g in opt.param_groups])
     plain.load_state_dict(opt.state_dict())
-    with pytest.warns(UserWarning, match=r"smoothing was 0.9 and is 0.5.*mechanize\(\.\.\., smoothing=0.9\)"):
-        mechanize(plain, smoothing=0.5)
+    with pytest.warns(UserWarning, match=r"max_scale was 3.0 and is 2.0.*settings=Settings\(max_scale=3.0\)"):
+        mechanize(plain, max_scale=2.0)
 
 
-def load_golden(name: str, **options: Any) -> tuple[golden.Bowl, MechanicOptimizer]:
-    case = golden.CASES[name]
-    model, opt = golden.build(dataclasses.replace(case, settings={**case.settings, **options}))
-    saved = torch.load(golden.FOLDER / "0.1.0" / f"{name}.pt", weights_only=True)
-    model.load_state_dict(saved["model"])
-    opt.load_state_dict(saved["optimizer"])
-    return model, opt
+def test_another_rule_than_the_default_cannot_go_on_from_a_rule() -> None:
+    saved = trained(rule="paper", s_init=1e-3).state_dict()
+    for rule in ("theory", "optax"):
+        with pytest.raises(ValueError, match=f"saved with rule='paper', and rule='{rule}' cannot go on from it"):
+            trained(1, rule=rule).load_state_dict(saved)
 
 
-def test_the_change_of_the_default_rule_since_0_1_is_named() -> None:
-    """0.1 saved no settings: whoever resumes after an upgrade must learn how to keep the old behaviour."""
-    with pytest.warns(UserWarning, match=r"0\.1, which saved no settings.*preset='0\.1'") as caught:
-        load_golden("adamw", rule="optimistic", eps=0.0)
+def of_format_2(steps: int, scope: str = "all", scale: float | None = None) -> tuple[nn.Sequential, dict[str, Any]]:
+    """A run of the former default rule, saved as it saved: six betas, and none of the fields that came with format 3."""
+    model = perceptron()
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.03}]
+    opt = mechanize(torch.optim.AdamW(groups, lr=0.1), scope=scope)
+    train(model, opt, steps)
+    saved = copy.deepcopy(opt.state_dict())
+    for group in saved["param_groups"]:
+        header = json.loads(group["mechanic_tuners"])
+        played = group["mechanic_played"] if scale is None else scale
+        group.update({f"mechanic_{name}": [played / 6] * 6 for name in "srmv"})
+        group.update(mechanic_s_init=0.01, mechanic_played=played)
+        later = {f"mechanic_{name}": header["later"][f"mechanic_{name}"] for name in ("gradients", "longest")}
+        settings = {"betas": [0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999], "s_init": "auto", "first_move": 3e-3}
+        settings |= {"s_decay": 0.0, "eps": 0.0, "rule": "optimistic", "smoothing": 0.97, "hindsight": 0.15}
+        settings |= {"own_warmup": True, "max_scale": None, "scope": scope, "normalize_lr": True}
+        settings |= {"steps": "normalised", "haste": 1.0, "usual_loss": 0.3}
+        group["mechanic_tuners"] = json.dumps({**header, "format": 2, "settings": settings, "later": later})
+    return model, saved
+
+
+@pytest.mark.parametrize("scope", ["all", "group"])
+def test_a_run_of_the_former_default_rule_goes_on(scope: Any) -> None:
+    """At the scale that it had learned, which new evidence then moves by a bounded factor."""
+    model, saved = of_format_2(40, scope)
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.03}]
+    opt = mechanize(torch.optim.AdamW(groups, lr=0.1), scope=scope)
+    with pytest.warns(UserWarning, match="saved with rule='optimistic'. Its learned scale is kept") as caught:
+        opt.load_state_dict(saved)
     assert len(caught) == 1
+    learned = [group["mechanic_played"] / 0.1 for group in saved["param_groups"]]  # in units of delta
+    assert opt.scales.tolist() == pytest.approx(learned, rel=1e-12)
+    assert opt.metrics()["mechanic/steps"] == 40
+    losses = train(model, opt, 1, first=40)
+    for scale, was in zip(opt.scales.tolist(), learned, strict=True):
+        assert math.exp(-4 / math.sqrt(21)) <= scale / was * (1 + 1e-9)
+        assert scale / was <= math.exp(4 / math.sqrt(21)) * (1 + 1e-9)
+    losses += train(model, opt, 200, first=41)
+    assert sum(losses[-20:]) < sum(losses[:20])
+    for scale, was in zip(opt.scales.tolist(), learned, strict=True):
+        assert math.exp(-4) < scale / was < math.exp(4)
+    twin = mechanize(torch.optim.AdamW(groups, lr=0.1), scope=scope)
+    twin.load_state_dict(opt.state_dict())  # says nothing any more
+    assert not differences(everything(opt), everything(twin))
 
 
-@pytest.mark.parametrize("name", ["adamw", "preset-paper", "rule-theory"])
-def test_a_rule_that_was_chosen_on_purpose_is_not_questioned(name: str) -> None:
-    load_golden(name)  # warnings are errors here
+def test_a_run_of_the_former_default_rule_that_had_learned_nothing_begins() -> None:
+    model, saved = of_format_2(1, scale=0.0)
+    opt = mechanize(torch.optim.AdamW([{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]))
+    with pytest.warns(UserWarning, match="saved with rule='optimistic'"):
+        opt.load_state_dict(saved)
+    losses = train(model, opt, 100, first=1)
+    assert opt.scale.item() > 0
+    assert sum(losses[-20:]) < sum(losses[:20])
 
 
-def test_every_field_of_the_tuner_has_its_format() -> None:
-    """A new field goes into SINCE, with the format that brings it: an older file then takes the fresh value."""
-    assert checkpoint_format.SINCE.keys() == set(checkpoint_format.TunerState._fields)
+def test_every_field_of_the_tuner_is_saved() -> None:
+    saved = trained(rule="theory").state_dict()["param_groups"][0]
+    names = {*saved, *json.loads(saved["mechanic_tuners"])["later"]}
+    assert {f"mechanic_{name}" for name in (*LISTS, *FIELDS)} <= names
     assert max(checkpoint_format.SINCE.values()) <= checkpoint_format.FORMAT
-
-
-def test_a_file_from_before_own_warmup_has_no_lr() -> None:
-    case = golden.CASES["preset-paper"]
-    saved = torch.load(golden.FOLDER / "0.1.0" / "preset-paper.pt", weights_only=True)
-    for group in saved["optimizer"]["param_groups"]:
-        del group["mechanic_lr"]
-    model, opt = golden.build(case)
-    model.load_state_dict(saved["model"])
-    opt.load_state_dict(saved["optimizer"])
-    golden.train(model, opt, case, golden.SAVED, golden.LAST)
-    golden.assert_continues(golden.result(model, opt), "0.1.0", "preset-paper", case.dtype)
 
 
 def test_a_field_that_came_later_travels_in_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,13 +259,6 @@ def test_a_field_that_came_later_travels_in_the_header(monkeypatch: pytest.Monke
     saved["param_groups"][0]["mechanic_tuners"] = json.dumps({**header, "later": {}})
     with pytest.raises(ValueError, match="param group 0 lacks mechanic_h"):
         twin.load_state_dict(saved)
-
-
-def test_a_field_that_came_later_is_fresh_from_an_older_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(checkpoint_format.SINCE, "h", 2)
-    _, opt = load_golden("adamw")
-    assert opt.metrics()["mechanic/h"] == 0
-    assert opt.scale.item() > 0
 
 
 def test_a_new_group_gets_a_tuner_of_its_own_and_the_others_keep_theirs() -> None:

@@ -1,4 +1,4 @@
-"""The package against tests/reference.py: s, r, m, v and the weights, in every step, to rounding in float64."""
+"""The package against its judges: s, r, m, v and the weights, in every step, to rounding in float64."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from optimizers import OPTIMIZERS, Lion, Row
-from reference import RULES, Reference
+from reference import RULES as PUBLISHED
+from reference import Around, Reference
+from reference_default import Default
 from torch import Tensor
 
 from mechanic_plugins import mechanize
+from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.lion import Lion as PackagesLion
 
+RULES = ("relative", *PUBLISHED)
 STEPS = 300  # of one base; longer than any window or memory that a rule has
 BASES = {row.name: row for row in OPTIMIZERS}
 FOLLOWED_LONG = "AdamW"
-USUAL = 30  # beyond the 16 in which the smoothing's window grows, and what is a base's or a rule's own comes up before
+USUAL = 30  # what is a base's or a rule's own comes up before
 
 # Seen: 2e-14 at most (median 2e-15), over 300 steps in which each side computes its gradients at its own weights; ten
 # times that is allowed. It takes problems on which rounding does not grow: with a tenth of the noise on the quadratic
 # two runs of the reference itself, started one rounding apart, end up 0.3 of their size apart (RAdam), because the
 # scale reaches the edge of stability there. With this much noise two such runs stay within 2e-14.
 TOLERANCE = 2e-13
-EPS = 2.0**-53
 
 Gradient = Callable[[Sequence[Tensor], int], list[Tensor | None]]
 Schedule = Callable[[torch.optim.Optimizer, int], None]
@@ -86,7 +89,7 @@ class Package:
 
     def __init__(self, params: Sequence[Tensor], base_factory: Callable[[list[Tensor]], Any], **settings: Any) -> None:
         self.x = [p.clone().requires_grad_() for p in params]
-        self.base: Any = mechanize(base_factory(self.x), **settings)
+        self.base: Any = mechanize(base_factory(self.x), settings=Settings(**settings))
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         for p, grad in zip(self.x, grads, strict=True):
@@ -112,7 +115,7 @@ class Trace:
 
 @torch.no_grad()
 def follow(
-    runner: Reference | Package, gradient: Gradient, *, steps: int = STEPS, schedule: Schedule | None = None
+    runner: Around | Package, gradient: Gradient, *, steps: int = STEPS, schedule: Schedule | None = None
 ) -> Trace:
     """Takes the steps, each at the gradient of the runner's own weights."""
     rows: dict[str, list[NDArray[np.float64]]] = {name: [] for name in "srmvx"}
@@ -126,9 +129,13 @@ def follow(
     return Trace(**{name: np.stack(values) for name, values in rows.items()})
 
 
+def judge_of(rule: str) -> Any:
+    return Default if rule == "relative" else Reference
+
+
 def options(rule: str) -> dict[str, Any]:
     """Published rules start at 1e-8 or so, from where so few steps lead nowhere."""
-    start = {} if rule == "optimistic" else {"s_init": "auto", "first_move": 1e-3, "s_decay": 0.0, "eps": 1e-8}
+    start = {} if rule == "relative" else {"s_init": 1e-3, "s_decay": 0.0, "eps": 1e-8}
     return {"rule": rule, **start}
 
 
@@ -138,46 +145,23 @@ def steps_of(row: Row, rule: str = RULES[0]) -> int:
 
 @functools.cache
 def reference_trace(row: Row, rule: str, problem: str, variant: str = "for-loop") -> Trace:
-    reference = Reference(PROBLEMS[problem].start, lambda x: row.build(x, variant), **options(rule))
-    return follow(reference, PROBLEMS[problem].gradient, steps=steps_of(row, rule))
-
-
-class Rounded(Reference):
-    """Where the weights carry one more rounding a step, as they do where they are not recomputed from x_ref."""
-
-    def step(self, grads: Sequence[Tensor | None]) -> None:
-        super().step(grads)
-        roundings = (EPS * x.abs() * torch.empty_like(x).uniform_(-1, 1) for x in self.x)
-        self.x_ref = [p + rounding for p, rounding in zip(self.x_ref, roundings, strict=True)]
-
-
-@functools.cache
-def allowed(row: Row, rule: str, problem: str) -> float:
-    """With hindsight below 1 a rounding stays in the weights, and the default rule trains near the edge of stability.
-
-    What comes of a rounding there the reference itself shows. Ten times that is allowed.
-    """
-    if rule != "optimistic":
-        return TOLERANCE
-    torch.manual_seed(0)
-    runner = Rounded(PROBLEMS[problem].start, row.build, **options(rule))
-    rounded = follow(runner, PROBLEMS[problem].gradient, steps=steps_of(row, rule))
-    return max(TOLERANCE, 10 * max(deviation(rounded, reference_trace(row, rule, problem)).values()))
+    judge = judge_of(rule)(PROBLEMS[problem].start, lambda x: row.build(x, variant), **options(rule))
+    return follow(judge, PROBLEMS[problem].gradient, steps=steps_of(row, rule))
 
 
 def deviation(seen: Trace, wanted: Trace) -> dict[str, float]:
     """The largest difference in any step, relative to what has that unit in that step."""
     size = {name: np.abs(getattr(wanted, name)).max(axis=1) for name in "srmvx"}
-    size["r"] = np.maximum(size["r"], size["s"] * np.sqrt(size["v"]))  # r may be all but 0: a difference of large bets
+    size["r"] = np.maximum.accumulate(size["r"])  # it may be all but 0: the difference of large ones
     difference = {name: np.abs(getattr(seen, name) - getattr(wanted, name)).max(axis=1) for name in "srmvx"}
     return {name: float((difference[name] / np.where(size[name] > 0, size[name], 1.0)).max()) for name in "srmvx"}
 
 
 def assert_same(seen: Trace, wanted: Trace, *, grown: float = 3.0, tolerance: float = TOLERANCE) -> None:
-    """Equal to rounding in every step that `seen` has; and not vacuously: the scale has grown since it left 0."""
+    """Equal to rounding in every step that `seen` has; and not vacuously: the scale has changed since it left 0."""
     wanted = Trace(**{name: getattr(wanted, name)[: len(seen.s)] for name in "srmvx"})
     scale = wanted.s.sum(axis=1)
-    assert scale.max() > grown * scale[scale > 0][0]
+    assert scale.max() > grown * scale[scale > 0].min()
     apart = deviation(seen, wanted)
     assert max(apart.values()) <= tolerance, apart
 
@@ -207,7 +191,7 @@ PAIRS += [(row, rule) for row in (BASES["SGD"], BASES["AdamW"]) for rule in RULE
 def test_every_base_and_rule_on_an_ill_conditioned_quadratic(row: Row, rule: str) -> None:
     problem = PROBLEMS["quadratic"]
     seen = follow(Package(problem.start, row.build, **options(rule)), problem.gradient, steps=steps_of(row, rule))
-    assert_same(seen, reference_trace(row, rule, "quadratic"), tolerance=allowed(row, rule, "quadratic"))
+    assert_same(seen, reference_trace(row, rule, "quadratic"))
 
 
 @pytest.mark.slow
@@ -216,7 +200,7 @@ def test_every_base_on_a_network(row: Row) -> None:
     name = "mlp-matrices" if row.matrices_only else "mlp"
     problem = PROBLEMS[name]
     seen = follow(Package(problem.start, row.build), problem.gradient, steps=steps_of(row))
-    assert_same(seen, reference_trace(row, "optimistic", name), tolerance=allowed(row, "optimistic", name))
+    assert_same(seen, reference_trace(row, "relative", name))
 
 
 @pytest.mark.slow
@@ -224,10 +208,10 @@ def test_every_base_on_a_network(row: Row) -> None:
 def test_every_base_as_the_paper_has_it(row: Row) -> None:
     """Algorithm 1 itself, lambda included: the defaults go beyond it."""
     problem = PROBLEMS["mlp-matrices" if row.matrices_only else "mlp"]
-    paper: dict[str, Any] = {**options("paper"), "first_move": 1e-6, "s_decay": 0.01}
+    paper: dict[str, Any] = {**options("paper"), "s_decay": 0.01}
     runners = (cls(problem.start, row.build, **paper) for cls in (Package, Reference))
     seen, wanted = (follow(runner, problem.gradient, steps=USUAL) for runner in runners)
-    assert_same(seen, wanted, grown=10.0)
+    assert_same(seen, wanted, grown=5.0)
 
 
 @pytest.mark.slow
@@ -245,8 +229,7 @@ def test_foreach_and_fused_bases(row: Row, variant: str) -> None:
     problem = PROBLEMS["mlp"]
     seen = follow(Package(problem.start, lambda x: row.build(x, variant)), problem.gradient, steps=USUAL)
     same = "for-loop" if row.variants_agree else variant
-    wanted = reference_trace(row, "optimistic", "mlp", same)
-    assert_same(seen, wanted, tolerance=allowed(row, "optimistic", "mlp"))
+    assert_same(seen, reference_trace(row, "relative", "mlp", same))
 
 
 class DeclaredLion(Lion):
@@ -260,13 +243,13 @@ LINEAR.append(replace(BASES["Lion"], name="Lion-declared", cls=DeclaredLion))
 def test_the_packages_lion_is_the_textbooks() -> None:
     problem, row = PROBLEMS["mlp"], BASES["Lion"]
     seen = follow(Package(problem.start, lambda x: PackagesLion(x, **row.kwargs)), problem.gradient, steps=USUAL)
-    assert_same(seen, reference_trace(row, "optimistic", "mlp"))
+    assert_same(seen, reference_trace(row, "relative", "mlp"))
 
 
 @pytest.mark.parametrize("lr", [1e-6, 10.0])
 @pytest.mark.parametrize("row", LINEAR, ids=str)
 def test_the_base_lr_does_not_matter(row: Row, lr: float) -> None:
-    """The weights go where they go with the row's own lr; s is in units of 1 / lr, r of 1, m of lr, v of lr^2.
+    """The weights go where they go with the row's own lr; s is in units of 1 / lr, and the evidence of the loss.
 
     A class that nobody declared linear is stepped at its own lr, and its update is what it adds to the weights: with
     lr 1e-6 that carries the rounding of the weights, 4e-16, in units of 1e-6, and more with each step.
@@ -275,9 +258,9 @@ def test_the_base_lr_does_not_matter(row: Row, lr: float) -> None:
     steps = 30 if row.cls is Lion else USUAL
     seen = follow(Package(problem.start, lambda x: row.build(x, lr=lr)), problem.gradient, steps=steps)
     c = lr / row.kwargs["lr"]
-    scaled = Trace(s=seen.s * c, r=seen.r, m=seen.m / c, v=seen.v / c**2, x=seen.x)
+    scaled = replace(seen, s=seen.s * c)
     tolerance = 4e-16 / lr if row.cls is Lion else 0.0
-    assert_same(scaled, reference_trace(row, "optimistic", "quadratic"), tolerance=max(TOLERANCE, tolerance))
+    assert_same(scaled, reference_trace(row, "relative", "quadratic"), tolerance=max(TOLERANCE, tolerance))
 
 
 @dataclass(frozen=True)
@@ -320,6 +303,16 @@ def turned(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
     return PROBLEMS["mlp"].gradient(x, step) if step < USUAL // 2 else ascent(x, step)
 
 
+def with_outliers(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
+    """Two far beyond any other, of which the second is skipped once more and then taken."""
+    factor = {10: 1e3, 20: 1e5, 21: 1e5, 22: 1e5, 23: 1e5}.get(step, 1.0)
+    return [None if g is None else factor * g for g in PROBLEMS["mlp"].gradient(x, step)]
+
+
+def far_off_at_first(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
+    return [None if g is None else (1e5 if step == 0 else 1.0) * g for g in PROBLEMS["mlp"].gradient(x, step)]
+
+
 def warm_up(base: torch.optim.Optimizer, step: int) -> None:
     for group in base.param_groups:
         group["lr"] = 0.5 * min(1.0, step / 20)
@@ -333,63 +326,31 @@ def scheduled_warm_up(base: torch.optim.Optimizer, step: int) -> None:
 
 
 adamw = BASES["AdamW"].build
-OURS = ["optimistic", "paper"]
-NOT_CLIPPED = [*OURS, "experiments"]
-OURS_AND_OPTAX = [*OURS, "optax"]
-NOT_THEORY = [*NOT_CLIPPED, "optax"]
+OURS = ["relative", "paper"]
 OPTIONS = [
-    # Not theory: its wealth stays above 0 because it never bets more than half of it, and smoothing may.
-    Option("smoothing", {"smoothing": 0.9}, rules=NOT_THEORY, grown=2.0),
-    Option("smoothing-number", {"smoothing": 0.9, "s_init": 1e-4}, rules=["experiments", "optax"], grown=2.0),
-    Option("smoothing-turned", {"smoothing": 0.9}, gradient=turned, rules=NOT_CLIPPED, grown=2.0),
     Option("turned", {}, gradient=turned, grown=2.0),
-    Option("hindsight", {"hindsight": 0.5, "s_init": 1e-4}, rules=NOT_THEORY, grown=2.0),
-    Option("no-hindsight", {"hindsight": 0.0, "s_decay": 0.1}, rules=OURS_AND_OPTAX, grown=2.0),
-    Option("first-move", {"first_move": 1e-3}, rules=OURS_AND_OPTAX, grown=2.0),
-    Option(
-        "hindsight-turned",
-        {"hindsight": 0.5, "smoothing": 0.9},
-        gradient=turned,
-        rules=OURS,
-        grown=2.0,
-    ),
-    Option("hindsight-group", {"scope": "group", "hindsight": 0.5}, two_groups, rules=OURS),
-    Option("max_scale", {"max_scale": 1e-4, "first_move": 1e-4}, grown=2.0),
-    Option("number", {"s_init": 1e-4}, grown=2.0),
-    Option("constants", {"betas": (0.5, 0.97, 1.0), "eps": 1e-3, "s_decay": 0.3, "s_init": 1e-4}, grown=2.0),
-    Option("literal-constants", {"normalize_lr": False}, functools.partial(adamw, lr=0.01)),
-    Option("scope-group", {"scope": "group"}, two_groups),
-    Option("warm-up", {"own_warmup": False}, functools.partial(adamw, lr=0.0), warm_up, grown=4.0, steps=60),
-    Option("warm-up-scheduled", {"s_init": 1e-4}, functools.partial(adamw, lr=0.0), scheduled_warm_up, grown=2.0),
-    # The scale falls as the lr rises: what has grown a hundredfold is their product.
-    Option("own-warm-up", {"own_warmup": True}, functools.partial(adamw, lr=0.0), warm_up, rules=NOT_THEORY, grown=1.4),
-    Option(
-        "own-warm-up-group",
-        {"own_warmup": True, "scope": "group", "hindsight": 1.0, "smoothing": 0.0},
-        two_groups,
-        warm_up,
-        rules=OURS_AND_OPTAX,
-        grown=1.4,
-        steps=60,
-    ),
-    Option("lambda", {"s_decay": 0.01}, rules=OURS),
+    Option("max_scale", {"max_scale": 1e-2}, grown=2.0),
+    Option("max_scale-default", {"max_scale": 1e-2}, rules=OURS[:1], grown=1.0),
+    Option("constants", {"betas": (0.5, 0.97, 1.0), "eps": 1e-3, "s_decay": 0.3, "s_init": 1e-4}, rules=PUBLISHED),
+    Option("literal-constants", {"normalize_lr": False}, functools.partial(adamw, lr=0.01), rules=PUBLISHED),
+    Option("scope-group", {"scope": "group"}, two_groups, grown=3.0),
+    Option("warm-up", {}, functools.partial(adamw, lr=0.0), warm_up, steps=60),
+    Option("warm-up-scheduled", {}, functools.partial(adamw, lr=0.0), scheduled_warm_up),
+    Option("warm-up-group", {"scope": "group"}, two_groups, warm_up, rules=OURS, steps=60),
+    Option("lambda", {"s_decay": 0.01}, rules=["paper"]),
     Option("group-lrs", {}, two_groups, rules=OURS),
-    Option("scope-group-smoothing", {"scope": "group", "smoothing": 0.9}, two_groups, rules=["optax"]),
-    Option(
-        "scope-group-max_scale",
-        {"scope": "group", "max_scale": 1e-2, "first_move": 1e-4},
-        two_groups,
-        rules=OURS,
-        grown=2.0,
-    ),
+    Option("scope-group-max_scale", {"scope": "group", "max_scale": 0.02}, two_groups, rules=OURS, grown=1.1),
     Option("maximize", {}, functools.partial(adamw, maximize=True), gradient=ascent, rules=OURS),
     Option("gaps", {}, gradient=with_gaps, rules=OURS),
-    Option("gaps-scope-group", {"scope": "group"}, two_groups, gradient=with_gaps, rules=["theory"]),
-    Option("zeros", {}, BASES["SGD-momentum"].build, start=ZEROS, rules=OURS_AND_OPTAX),
+    Option("gaps-scope-group", {"scope": "group"}, two_groups, gradient=with_gaps, rules=["relative", "theory"]),
+    Option("zeros", {}, BASES["SGD-momentum"].build, start=ZEROS, rules=[*OURS, "optax"]),
+    Option("outliers", {}, gradient=with_outliers, rules=OURS[:1]),
+    Option("false-start", {}, gradient=far_off_at_first, rules=OURS[:1]),
 ]
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a gradient was not finite, or more than 100 times as long")
 @pytest.mark.parametrize(("option", "rule"), [(option, rule) for option in OPTIONS for rule in option.rules], ids=str)
 def test_options(option: Option, rule: str) -> None:
     seen, wanted = (
@@ -399,7 +360,7 @@ def test_options(option: Option, rule: str) -> None:
             steps=option.steps,
             schedule=option.schedule,
         )
-        for cls in (Package, Reference)
+        for cls in (Package, judge_of(rule))
     )
     assert_same(seen, wanted, grown=option.grown)
 
@@ -409,10 +370,10 @@ def test_what_is_shown_is_what_was_used(rule: str) -> None:
     """The scale, the step count and the h of the last step, as the optimizer shows them."""
     problem = PROBLEMS["mlp"]
     package = Package(problem.start, BASES["AdamW"].build, **options(rule))
-    reference = Reference(problem.start, BASES["AdamW"].build, **options(rule))
+    reference = judge_of(rule)(problem.start, BASES["AdamW"].build, **options(rule))
     for steps in (1, 2, 3, 50):
         follow(package, problem.gradient, steps=steps)
         follow(reference, problem.gradient, steps=steps)
-        assert package.base.scale.item() == pytest.approx(reference.parts[0].played, rel=1e-12)
+        assert package.base.scale.item() == pytest.approx(reference.parts[0].S, rel=1e-12)
         assert package.base.metrics()["mechanic/h"] == pytest.approx(reference.parts[0].h, rel=1e-11)
     assert int(package.base.tuner.steps) == 56

@@ -1,4 +1,4 @@
-"""The judge, judged: against steps worked out by hand and against what the published implementations did."""
+"""The judges, judged: against steps worked out by hand and against what the published implementations did."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from reference import RULES, Reference, Tuner
+from reference_default import Default
 from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
@@ -28,7 +29,7 @@ def sgd(lr: float = 1.0, **kwargs: Any) -> Any:
 def one_weight(rule: str, **kwargs: Any) -> Reference:
     """One weight at 2, plain SGD with lr 1 (so u = -g), one beta of 0.5, s_init 0.1, no lambda, no eps."""
     settings = {"betas": (0.5,), "s_init": 0.1, "s_decay": 0.0, "eps": 0.0, "normalize_lr": False, "rule": rule}
-    return Reference([vector(2.0)], sgd(), **{**settings, "smoothing": 0.0, "hindsight": 1.0, **kwargs})
+    return Reference([vector(2.0)], sgd(), **{**settings, **kwargs})
 
 
 def play(reference: Reference, *gradients: float) -> list[tuple[float, float]]:
@@ -117,109 +118,6 @@ def test_lambda_by_hand() -> None:
     assert reference.parts[0].h == pytest.approx(-15 + 0.5 * 0.1 * 5 * 17.5 / math.sqrt(28.25), rel=1e-15)
 
 
-@pytest.mark.parametrize(("steps_grow", "judged"), [(False, 0.1 * 3 + 1), (True, 0.1 * 4)])
-def test_the_optimistic_rule_by_hand(steps_grow: bool, judged: float) -> None:
-    # With one beta the floor is a hundredth of sqrt(v) itself. h = -4: s = 0.1 / 1.01. h = -10: r = 10 s,
-    # v = 4 + 100. h = 4, of which the usual share of 10 (0.3, or 0.5 where steps grow) counts a tenth, and the rest in
-    # full.
-    tuner = Tuner("optimistic", betas=(0.5,), s_init=0.1, eps=0.0)
-    tuner.loss_weight, tuner.steps_grow = 0.1, steps_grow
-    seen = []
-    for h in (-4.0, -10.0, 4.0):
-        tuner.step(h)
-        seen.append((tuner.s[0], tuner.r[0]))
-    s_2 = 0.1 / 1.01
-    s_3 = (0.1 * 10 + 10 * s_2) / (1.01 * math.sqrt(104))
-    r_4 = 5 * s_2 - judged * s_3
-    s_4 = (0.1 * 5 + r_4) / (1.01 * math.sqrt(26 + 16))
-    assert r_4 > 0
-    assert seen == [pytest.approx(pair, rel=1e-14) for pair in [(s_2, 0), (s_3, 10 * s_2), (s_4, r_4)]]
-
-
-def test_a_loss_counts_more_as_the_schedule_falls() -> None:
-    # At an eighth of the peak its cube root, a half, of the 0.9 is left.
-    reference = Reference([vector(1.0)], sgd(8.0))
-    for lr, weight in ((8.0, 0.1), (1.0, 0.55), (0.0, 1.0)):
-        reference.base.param_groups[0]["lr"] = lr
-        reference.step([vector(1.0)])
-        assert reference.parts[0].tuner.loss_weight == pytest.approx(weight, rel=1e-14)
-
-
-@pytest.mark.parametrize(("rule", "counts"), [("optimistic", 1.0), ("paper", 0.0)])
-def test_a_penalty_by_hand(rule: str, counts: float) -> None:
-    # x = (3, 4), weight decay 0.5. g = (-1, 0): the base goes by g + x / 2, so Delta = -(0.5, 2).
-    # g = (1, 0): <Delta, g> = -0.5, <Delta, x> = -9.5.
-    constants = {"betas": (0.5,), "s_init": 0.1, "eps": 0.0, "normalize_lr": False, "hindsight": 1.0, "smoothing": 0.0}
-    reference = Reference([vector(3.0, 4.0)], sgd(weight_decay=0.5), rule=rule, **constants)
-    reference.step([vector(-1.0, 0.0)])
-    reference.step([vector(1.0, 0.0)])
-    assert reference.parts[0].h == pytest.approx(-0.5 + counts * 0.5 * -9.5, rel=1e-15)
-
-
-def test_decoupled_weight_decay_is_no_penalty() -> None:
-    reference = Reference([vector(3.0)], lambda copies: torch.optim.AdamW(copies, lr=1.0, weight_decay=0.5))
-    assert reference.penalty_of(0) == 0
-
-
-def test_the_optimistic_start_by_hand() -> None:
-    # x = (3, 4), of norm 5. Two gradients (0, 0.5): Delta = (0, -1). The third, of norm 1, is twice as long: SGD sees a
-    # quarter more than before, 0.625, and the first move is 1e-3 * (1 + 5) / 1 / 1.25, of the third update alone. Then
-    # one of norm 101, an outlier: nothing happens. Another of them is taken for one of a quarter more than 6.25.
-    reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,))
-    for g in (0.5, 0.5, 1.0):
-        assert reference.x[0].tolist() == [3.0, 4.0]
-        reference.step([vector(0.0, g)])
-    assert reference.parts[0].tuner.s_init == pytest.approx(4.8e-3, rel=1e-15)
-    assert reference.x[0][1].item() == pytest.approx(4.0 - 4.8e-3 / 1.01 * 0.625, rel=1e-14)
-    before = reference.x[0].tolist()
-    reference.step([vector(0.0, 101.0)])
-    assert (reference.x[0].tolist(), reference.skipped, reference.parts[0].longest) == (before, 1, 6.25)
-    reference.step([vector(0.0, 101.0)])
-    assert (reference.skipped, reference.parts[0].longest) == (1, 6.25 * 1.25)
-    assert reference.x[0].tolist() != before
-
-
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "optimistic"])
-def test_auto_s_init_by_hand(rule: str) -> None:
-    # x = (3, 4), of norm 5. g = (0, 0.5): Delta = (0, -0.5), and the next step knows s_init = 3e-3 * (1 + 5) / 0.5.
-    reference = Reference([vector(3.0, 4.0)], sgd(), betas=(0.5,), s_decay=0.0, eps=1e-9, rule=rule)
-    reference.step([vector(0.0, 0.5)])
-    assert reference.x[0].tolist() == [3.0, 4.0]
-    assert reference.vectors("s").tolist() == [0.0]
-    reference.step([vector(0.0, 0.5)])
-    assert reference.parts[0].tuner.s_init == pytest.approx(3.6e-2, rel=1e-15)
-    # |h| = 0.25, so eps = 1e-9 shows in the ninth digit; theory has no q yet.
-    assert reference.vectors("s")[0] == (0 if rule == "theory" else pytest.approx(3.6e-2, rel=1e-8))
-    reference.step([vector(0.0, 0.5)])
-    assert reference.parts[0].tuner.s_init == pytest.approx(3.6e-2, rel=1e-15)
-
-
-def test_smoothing_by_hand() -> None:
-    # The first three steps of the paper's case: S = 0, 0.1, 2 / sqrt(104). Played: 0, 0.1, then sqrt(0.1 S).
-    # g = -1: h = -7, r = 0.5 * 1 + played * 7, m = 7, v = 26 + 49.
-    S_3 = 2 / math.sqrt(104)
-    played_3 = math.sqrt(0.1 * S_3)
-    S_4 = (0.1 * 7 + 0.5 + 7 * played_3) / math.sqrt(75)
-    trace = play(one_weight("paper", smoothing=0.5), -1, -4, -2, -1)
-    assert trace == [
-        pytest.approx(pair, rel=1e-14)
-        for pair in [(0, 2), (0.1, 2.5), (S_3, 2 + 7 * played_3), (S_4, 2 + 8 * math.sqrt(played_3 * S_4))]
-    ]
-
-
-def test_hindsight_by_hand() -> None:
-    # The paper's case until S = 0.1, which is for all of Delta. g = -2: h = 5 * -2, S = 2 / sqrt(104) as there. Half of
-    # the way from 0.1 to S: the five units of Delta are now worth 0.05 + S / 2 each, and 2 more are played at S.
-    # g = -1: h = Delta * -1 with Delta = 5 (0.05 + S / 2) / S + 2, m = |h|, v = 26 + h^2, r = 0.5 + S |h|.
-    S_3 = 2 / math.sqrt(104)
-    x_3 = 2 + 5 * (0.05 + S_3 / 2) + 2 * S_3
-    h = (x_3 - 2) / S_3
-    S_4 = (0.1 * h + 0.5 + S_3 * h) / math.sqrt(26 + h * h)
-    x_4 = x_3 + h * (S_4 - S_3) / 2 + S_4
-    trace = play(one_weight("paper", hindsight=0.5), -1, -4, -2, -1)
-    assert trace == [pytest.approx(pair, rel=1e-14) for pair in [(0, 2), (0.1, 2.5), (S_3, x_3), (S_4, x_4)]]
-
-
 def test_max_scale_by_hand() -> None:
     # As the paper's case, but the 0.1 of the second step becomes 0.05, and so r = 0.05 * 10 in the third.
     last = min(0.05, (1 + 0.5) / math.sqrt(104))
@@ -273,7 +171,7 @@ def test_maximize_is_minimising_the_negative() -> None:
 
 
 def test_a_parameter_without_gradients_counts_from_its_first_one_on() -> None:
-    as_published = {"s_init": 1e-2, "s_decay": 0.5, "smoothing": 0.0, "hindsight": 1.0}
+    as_published = {"s_init": 1e-2, "s_decay": 0.5}
     with_idle = Reference([vector(1.0, 2.0), vector(100.0)], sgd(), **as_published)
     without = Reference([vector(1.0, 2.0)], sgd(), **as_published)
     gradients = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -377,15 +275,101 @@ def test_weights_go_where_the_published_ones_went(rule: str) -> None:
         assert (reference.x[0] - vector(*x)).abs().max().item() <= 1e-12
 
 
-def test_own_warmup_by_hand() -> None:
-    # SGD at lr 1, 2, 2 with g = -1, -4, -2. After the first step S = 0, Delta = 1. Then the lr doubles: Delta = 2,
-    # h = -8, m = 8, v = 64, S = 0.1 and x = 2 + 0.1 (2 + 2 * 4). At last h = -20, r = 0.1 * 20, v = 0.25 * 64 + 400.
-    reference = one_weight("paper", own_warmup=True)
-    assert play(reference, -1) == [(0, 2)]
-    reference.base.param_groups[0]["lr"] = 2.0
-    S_3 = (0.1 * 20 + 2) / math.sqrt(416)
-    assert play(reference, -4, -2) == [
-        pytest.approx((0.1, 3), rel=1e-14),
-        pytest.approx((S_3, 2 + S_3 * (10 + 4)), rel=1e-14),
-    ]
-    assert reference.parts[0].highest_lr == 2
+def default(start: Tensor, lr: float = 1.0, **options: Any) -> Default:
+    return Default([start], sgd(lr, weight_decay=options.pop("weight_decay", 0.0)), **options)
+
+
+def test_the_default_rule_by_hand() -> None:
+    # x = (1, 0, 4): the mean root of the two that are not 0 is 1.5. Two elements have a gradient: size = sqrt(2) 1.5^2.
+    # g = (3, 4, 0): u = -(3, 4, 0) is not made. Then U = 5 / 2 with lr 2, and S = 0.04 size / (2 * 2.5).
+    size = math.sqrt(2) * 2.25
+    judge, x_0 = default(vector(1.0, 0.0, 4.0), 2.0), vector(1.0, 0.0, 4.0)
+    judge.step([vector(1.5, 2.0, 0.0)])
+    assert torch.equal(judge.x[0], x_0)
+    judge.step([vector(1.0, 0.0, 0.0)])
+    S_1 = 0.04 * size / (2 * 2.5)
+    assert judge.vectors("s") == pytest.approx([S_1], rel=1e-15)
+    assert judge.x[0].tolist() == pytest.approx([1 - S_1 * 2, 0, 4], rel=1e-15)
+    # |D| is 2 S on a path of 2 S: a length of 1, and U stays. z = 2 S * 4, alone, of which rho = 1 / sqrt(1 + 20).
+    judge.step([vector(4.0, 0.0, 0.0)])
+    S_2 = S_1 * math.exp(4 / math.sqrt(21))
+    assert judge.vectors("s") == pytest.approx([S_2], rel=1e-14)
+    assert judge.x[0][0].item() == pytest.approx(1 - 2 * S_1 - 8 * S_2, rel=1e-14)
+    # Now |D| = 2 S_1 + 8 S_2 on a path of 2 (S_1 + S_2): U grows. z is negative. The sums fade: 3 gradients.
+    D = 2 * S_1 + 8 * S_2
+    U = D / (2 * S_1 + 2 * S_2)
+    assert U > 2.5
+    kept, z_1, z_2 = 1 - 1 / (20 + 0.75), 8 * S_1, -0.5 * D
+    rho = (kept * z_1 + z_2) / math.sqrt((kept * z_1**2 + z_2**2) * (kept + 1 + 20))
+    judge.step([vector(-0.5, 0.0, 0.0)])
+    assert judge.vectors("s") == pytest.approx([0.04 * size / (2 * U) * math.exp(4 * rho)], rel=1e-14)
+
+
+def test_weights_of_zero_count_as_ones() -> None:
+    judge = default(vector(0.0, 0.0))
+    judge.step([vector(1.0, 1.0)])
+    assert judge.parts[0].size == math.sqrt(2)
+
+
+@pytest.mark.parametrize("key", ["lr", "initial_lr", "max_lr"])
+def test_the_highest_lr_is_the_announced_one(key: str) -> None:
+    judge = default(vector(1.0), 0.5)
+    judge.base.param_groups[0][key] = 8.0
+    judge.step([vector(1.0)])
+    judge.base.param_groups[0]["lr"] = 0.5
+    judge.step([vector(1.0)])
+    assert judge.vectors("s") == pytest.approx([0.02 / 8], rel=1e-15)
+
+
+def test_a_penalty_by_hand() -> None:
+    # x = 4, weight decay 0.5, g = 1: U = 3, S = 0.02 * 4 / 3. Then D = -S * 3, and z = 3 S * (1 + x / 2).
+    judge = default(vector(4.0), weight_decay=0.5)
+    for _ in range(3):
+        judge.step([vector(1.0)])
+    S = 0.08 / 3
+    assert judge.parts[0].r == pytest.approx(3 * S * (1 + (4 - 3 * S) / 2), rel=1e-14)
+    assert judge.parts[0].h == pytest.approx(-3 * (1 + (4 - 3 * S) / 2), rel=1e-14)
+
+
+def test_decoupled_weight_decay_is_no_penalty() -> None:
+    judge = Default([vector(3.0)], lambda copies: torch.optim.AdamW(copies, lr=1.0, weight_decay=0.5))
+    assert judge.penalty_of(0) == 0
+
+
+def test_outliers_by_hand() -> None:
+    """A gradient of 1e4 is skipped twice, and a first one of 101 is forgotten with all that came of it."""
+    judge = default(vector(1.0))
+    for g in (101.0, 1.0):
+        judge.step([vector(g)])
+    assert (judge.parts[0].gradients, judge.x[0].item()) == (1, 1.0)
+    judge.step([vector(1.0)])
+    assert judge.vectors("s") == pytest.approx([0.02], rel=1e-15)
+    before = judge.x[0].item()
+    for longest in (10.0, 100.0):
+        judge.step([vector(1e4)])
+        assert (judge.x[0].item(), judge.parts[0].longest) == (before, longest)
+    judge.step([vector(1e4)])
+    assert (judge.skipped, judge.x[0].item() < before) == (2, True)
+
+
+@pytest.mark.parametrize("moment", [0, 1, 5])
+def test_an_lr_of_zero_holds_everything(moment: int) -> None:
+    held, plain = default(vector(1.0, -2.0)), default(vector(1.0, -2.0))
+    for step, g in enumerate(torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))):
+        if step == moment:
+            held.base.param_groups[0]["lr"] = 0.0
+            held.step([-g])
+            held.base.param_groups[0]["lr"] = 1.0
+        held.step([g])
+        plain.step([g])
+    assert torch.equal(held.x[0], plain.x[0])
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e100])
+def test_neither_the_loss_scale_nor_the_lr_matters(factor: float) -> None:
+    """Updates are read off the weights, and carry their rounding: smaller factors are for the package alone."""
+    one, other = default(vector(1.0, -2.0)), default(vector(1.0, -2.0), 1e-3)
+    for g in torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)):
+        one.step([g])
+        other.step([factor * g])
+        assert other.x[0].tolist() == pytest.approx(one.x[0].tolist(), rel=1e-8)

@@ -1,10 +1,9 @@
 """The format of Mechanic's entries in a checkpoint's param groups, validated before anything is changed.
 
-Format 1 is that of version 0.1: one key per field of the tuner. torch.distributed.checkpoint rejects a checkpoint that
-lacks a key of the live param groups, so a new key would make every older sharded checkpoint unreadable. Everything
-added since format 1 is therefore stored as JSON in `mechanic_tuners`, which was a plain number in format 1: the format,
-the settings, the unit of delta, and newer fields of the tuner. A string passes through torch.save, FSDP, DeepSpeed and
-flattened state dicts unchanged; nested dicts do not.
+torch.distributed.checkpoint rejects a checkpoint that lacks a key of the live param groups, so a new key would make
+every older sharded checkpoint unreadable. What was added since the first format is therefore stored as JSON in
+`mechanic_tuners`: the format, the settings, the unit of delta, and newer fields of the tuner. A string passes through
+torch.save, FSDP, DeepSpeed and flattened state dicts unchanged; nested dicts do not.
 
 To add a field to the tuner, raise FORMAT and enter the field in SINCE; older files then use its initial value.
 """
@@ -18,8 +17,9 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from mechanic_plugins.core.param_state import PREFIX
+from mechanic_plugins.core.relative import PRIOR
+from mechanic_plugins.core.row import SCALARS, VECTORS
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner_state import SCALARS, TunerState
 
 __all__ = [
     "FORMAT",
@@ -27,7 +27,6 @@ __all__ = [
     "LR",
     "RELEASED",
     "STEPS",
-    "TOTAL_STEPS",
     "Header",
     "Record",
     "fields",
@@ -36,25 +35,19 @@ __all__ = [
     "parse_header",
 ]
 
-FORMAT = 2
+FORMAT = 3
 HEADER, STEPS, LR = PREFIX + "tuners", PREFIX + "steps", PREFIX + "lr"
 RELEASED = "released"
 """What `mechanic_frozen` says where there is no delta any more."""
-TOTAL_STEPS = PREFIX + "total_steps"
-"""Beside the newer fields, only where the schedule showed the length of the run."""
 
-SINCE: dict[str, int] = dict.fromkeys(("s", "r", "m", "v", "q", "w0", "s_init", "played", "h", "lr"), 1) | {
-    "gradients": 2,
-    "longest": 2,
-}
+SINCE: dict[str, int] = dict.fromkeys((*VECTORS, "s_init", "played", "h", "lr"), 1) | {"gradients": 2, "longest": 2}
 """The format that introduced each field of the tuner; FORMAT if not listed."""
-_OPTIONAL_IN_FORMAT_1 = ("lr",)
 _THEORY_ONLY = ("q", "w0")
-_NEVER_NEGATIVE = ("m", "v", "s_init", "played", "lr", "gradients", "longest")
+_MAY_BE_NEGATIVE = ("s", "r", "q", "h", "path")
 
 
 class Header(NamedTuple):
-    """The content of `mechanic_tuners`. Format 1 has only the number of tuners."""
+    """The content of `mechanic_tuners`."""
 
     format: int
     tuners: int
@@ -77,13 +70,12 @@ class Record(NamedTuple):
     skipped: int
     unit: float
     frozen: bool | str
-    total_steps: int | None
 
 
 def fields(settings: Settings) -> tuple[str, ...]:
     """The fields of the tuner that are saved."""
     theory = settings.rule == "theory"
-    return tuple(name for name in TunerState._fields if theory or name not in _THEORY_ONLY)
+    return tuple(name for name in (*VECTORS, *SCALARS) if theory or name not in _THEORY_ONLY)
 
 
 def has_own_key(field: str) -> bool:
@@ -121,7 +113,10 @@ def parse_header(value: object) -> Header:
         ValueError: It is damaged, or of a newer format.
     """
     if isinstance(value, int) and not isinstance(value, bool):
-        return Header(1, value)
+        raise ValueError(
+            "the checkpoint is older than the first release of mechanic-plugins, and this version cannot read it: go "
+            f"on from its weights. {_REMEDY}"
+        )
     try:
         loaded = json.loads(value)  # type: ignore[arg-type]
         found = int(loaded["format"])
@@ -165,42 +160,54 @@ class _Reader:
 
     def record(self) -> Record:
         self._check_kind()
-        read = {name: self._field(name) for name in fields(self.settings)}
-        numbers = {name: values for name, values in read.items() if values is not None}
+        if self._was_rule() == self.settings.rule:
+            read = {name: self._field(name) for name in fields(self.settings)}
+            numbers = {name: values for name, values in read.items() if values is not None}
+        else:
+            numbers = self._adopted()
         steps, skipped = self._count("steps", self.group), self._count("skipped", self.group)
-        total_steps = self._count("total_steps", self.header.later) if TOTAL_STEPS in self.header.later else None
         unit = self._finite("unit", self._value("unit", self.group), at_least=0.0)
         frozen = self._value("frozen", self.group)
         if not isinstance(frozen, bool) and frozen != RELEASED:
             raise self._damaged("frozen", frozen, f"True, False or {RELEASED!r}")
-        return Record(self.header, numbers, steps, skipped, unit, frozen, total_steps or None)
+        return Record(self.header, numbers, steps, skipped, unit, frozen)
+
+    def _was_rule(self) -> str:
+        return str((self.header.settings or {}).get("rule"))
 
     def _check_kind(self) -> None:
-        """Another number of betas or another rule is not damage, but cannot be continued."""
-        n, found = len(self.settings.betas), self._list("s", self._value("s", self.group))
-        if len(found) != n:
+        """Another number of betas or another rule is not damage, but a published rule cannot go on from it."""
+        rule, was = self.settings.rule, self._was_rule()
+        if rule == was and len(found := self._list("s", self._value("s", self.group))) != self.settings.n:
             raise ValueError(
-                f"the checkpoint was saved with {len(found)} betas, this optimizer has {n}: "
-                "pass the same betas to mechanize()."
+                f"the checkpoint was saved with {len(found)} betas, this optimizer has {self.settings.n}: "
+                "pass the same betas in settings=Settings(...)."
             )
-        if self.settings.rule == "theory" and PREFIX + "q" not in self.group:
+        if rule not in ("relative", was):
             raise ValueError(
-                "the checkpoint was saved with another rule than 'theory' and lacks its sums: "
-                "pass the same rule to mechanize()."
+                f"the checkpoint was saved with rule={was!r}, and rule={rule!r} cannot go on from it: pass the same "
+                "rule to mechanize(), or none for the default."
             )
+
+    def _adopted(self) -> dict[str, list[float]]:
+        """The scale that another rule has learned, as the default rule's own: its evidence is gathered anew."""
+        at = {name: self._finite(name, self._value(name, self.group), at_least=0.0) for name in ("played", "lr")}
+        if not at["played"] or not at["lr"]:
+            return {}
+        size = at["played"] * at["lr"] / PRIOR
+        numbers = {"s": at["played"], **at, "gradients": 1.0, "size": size, "length": 1.0, "path": -1.0}
+        return {name: [number] for name, number in numbers.items()}
 
     def _field(self, name: str) -> list[float] | None:
         source = self.group if has_own_key(name) else self.header.later
         if SINCE.get(name, FORMAT) > self.header.format:
             return None
-        if self.header.format == 1 and name in _OPTIONAL_IN_FORMAT_1 and PREFIX + name not in source:
-            return None
         value = self._value(name, source)
         values = [value] if name in SCALARS else self._list(name, value)
-        wanted = 1 if name in SCALARS else len(self.settings.betas)
+        wanted = 1 if name in SCALARS else self.settings.n
         if len(values) != wanted:
             raise self._damaged(name, value, f"a list of {wanted} numbers")
-        return [self._finite(name, v, at_least=0.0 if name in _NEVER_NEGATIVE else -math.inf) for v in values]
+        return [self._finite(name, v, at_least=-math.inf if name in _MAY_BE_NEGATIVE else 0.0) for v in values]
 
     def _value(self, name: str, source: Mapping[str, Any]) -> Any:
         if PREFIX + name not in source:

@@ -39,21 +39,13 @@ def filled(scales: Sequence[float]) -> list[float]:
 def scales_in(groups: Sequence[Mapping[str, Any]]) -> list[float]:
     """The scales in the param groups of a mechanized optimizer's state dict.
 
-    Version 0.1 did not save the unit of delta: its files are assumed to come from a base whose update is linear in lr,
-    as it is for all bases with a registered name.
-
     Raises:
         ValueError: A group has no scale.
     """
     try:
-        return [group[PREFIX + "played"] / _delta_unit(group) for group in groups]
+        return [group[PREFIX + "played"] / (parse_header(group[HEADER]).delta_unit or 1.0) for group in groups]
     except (KeyError, TypeError) as error:
         raise ValueError(f"a param group's scale cannot be read ({error!r}): the checkpoint is damaged") from error
-
-
-def _delta_unit(group: Mapping[str, Any]) -> float:
-    saved = parse_header(group[HEADER]).delta_unit
-    return saved if saved is not None else group[PREFIX + "unit"] or 1.0
 
 
 def demechanize_state(state: StateDict, scales: Sequence[float]) -> None:

@@ -17,34 +17,23 @@ ADDED_LATER: dict[str, Any] = {}
 
 def portable(settings: Settings) -> dict[str, Any]:
     """The settings as they are after a round trip through JSON."""
-    options = {**asdict(settings), "betas": list(settings.betas)}
-    del options["steps"], options["haste"], options["usual_loss"]  # follow from the base and the run
-    return options
+    return {**asdict(settings), "betas": settings.betas and list(settings.betas)}
 
 
 def notice(header: Header, settings: Settings) -> str | None:
     """A message for the user if the checkpoint's settings differ, else None."""
-    if header.settings is None:
-        return _notice_of_changed_rule(settings)
-    ours = portable(settings)
-    theirs = {**ADDED_LATER, **header.settings}
+    ours, theirs = portable(settings), {**ADDED_LATER, **(header.settings or {})}
+    if theirs.get("rule") != settings.rule:
+        return (
+            f"the checkpoint was saved with rule={theirs.get('rule')!r}. Its learned scale is kept, and the default "
+            "rule goes on from there."
+        )
     changed = {name: old for name, old in theirs.items() if name in ours and ours[name] != old}
     if not changed:
         return None
     return (
         f"the checkpoint was saved with different settings: {_listed(changed, ours)}. This optimizer's settings apply "
-        f"from now on. To continue as before, pass mechanize(..., {_as_call(changed)})."
-    )
-
-
-def _notice_of_changed_rule(settings: Settings) -> str | None:
-    """Version 0.1 saved no settings, and its default rule was another one. A published rule was chosen explicitly."""
-    if settings.rule != "optimistic":
-        return None
-    return (
-        "the checkpoint is from mechanic-plugins 0.1, which saved no settings, and the default rule has changed since. "
-        "The new rule applies from now on. If the run used the defaults of 0.1, pass mechanize(..., preset='0.1') to "
-        "continue as before."
+        f"from now on. To continue as before, pass settings=Settings({_as_call(changed)})."
     )
 
 

@@ -21,7 +21,6 @@ from mechanic_plugins.checkpoints.format import (
     HEADER,
     RELEASED,
     STEPS,
-    TOTAL_STEPS,
     Header,
     Record,
     fields,
@@ -57,8 +56,6 @@ class Progress:
     """Frozen for good: nothing of a parameter's shape is kept."""
     lr_refs: dict[int, float] = field(default_factory=dict)
     """Each param group's first learning rate above 0, by index: the reference of its schedule."""
-    total_steps: int | None = None
-    """The length of the run, where its schedule showed it."""
     seen: tuple[object, ...] = field(default=(), repr=False)
     """The lists that `write` put into the groups. A different object means that state was loaded since."""
 
@@ -74,24 +71,24 @@ class Progress:
 
     def tuner_of(self, group: dict[str, Any]) -> int:
         """Which tuner the group belongs to. An engine may have left only some of the groups in place."""
-        return (self.row_of(group) or 0) if len(self.tuner.s) > 1 else 0
+        return (self.row_of(group) or 0) if len(self.tuner) > 1 else 0
 
     def add_tuner(self, settings: Settings) -> None:
         """Adds a tuner for a new param group."""
-        new = initial_state(settings, tuners=1, device=self.tuner.s.device)
-        self.tuner = TunerState(*(torch.cat(pair) for pair in zip(self.tuner, new, strict=True)))
+        new = initial_state(settings, tuners=1, device=self.tuner.device)
+        self.tuner = TunerState(torch.cat([self.tuner.table, new.table]), new.n)
 
 
 def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settings, *, delta_unit: float) -> None:
     """Writes the tuner into every param group. Synchronises with the device once."""
     names = fields(settings)
-    parts = [getattr(progress.tuner, name) for name in names]
+    parts = [progress.tuner.column(name) for name in names]
     counters = torch.stack([progress.steps, progress.skipped]).expand(parts[0].shape[0], 2)
     rows = torch.cat([*parts, counters], dim=1).tolist()
     about = Header(FORMAT, len(rows), portable(settings), delta_unit)
     for index, group in enumerate(groups):
         numbers = iter(rows[index if len(rows) > 1 else 0])
-        later: dict[str, Any] = {TOTAL_STEPS: progress.total_steps} if progress.total_steps is not None else {}
+        later: dict[str, Any] = {}
         for name, part in zip(names, parts, strict=True):
             values = [next(numbers) for _ in range(part.shape[1])]
             home = group if has_own_key(name) else later
@@ -115,9 +112,6 @@ def read(
     progress.tuner = _tuner(records[:tuners], progress.tuner)
     progress.steps, progress.skipped = progress.steps + first.steps, progress.skipped + first.skipped
     progress.unit, progress.frozen, progress.released = first.unit, bool(first.frozen), first.frozen == RELEASED
-    progress.total_steps = first.total_steps
-    if "gradients" not in first.numbers:  # format 1: the steps are the best estimate
-        progress.tuner = progress.tuner._replace(gradients=torch.full_like(progress.tuner.gradients, first.steps))
     progress.lr_refs = {index: ref for index, record in enumerate(records) if (ref := record.header.lr_ref)}
     progress.seen = tuple(group[PREFIX + "s"] for group in groups)
     return progress, notice(first.header, settings)
@@ -125,11 +119,10 @@ def read(
 
 def _tuner(records: Sequence[Record], blank: TunerState) -> TunerState:
     """Fields newer than the checkpoint's format keep their initial value."""
-    values = {}
     for name in records[0].numbers:
         rows = [record.numbers[name] for record in records]
-        values[name] = torch.tensor(rows, dtype=torch.float64, device=blank.s.device)
-    return blank._replace(**values)
+        blank.column(name).copy_(torch.tensor(rows, dtype=torch.float64))
+    return blank
 
 
 def strip(groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]) -> None:

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from mechanic_plugins.core.settings import Steps
-
 __all__ = [
     "can_fuse_on_cpu",
     "check_supported",
@@ -24,7 +22,6 @@ __all__ = [
     "l2_penalty",
     "own_iterate",
     "skips_on_found_inf",
-    "steps_of",
 ]
 
 _LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Muon")
@@ -47,12 +44,6 @@ _OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm", "accsgd"
 """Parts of class names, and whole names, in lower case: optimizers that do not add an update to the current weights but
 compute the weights from iterates, averages or starting points of their own, or learn a scale from those."""
 
-_MOMENTUM_SGD = ("aggmo", "pid", "qhm")
-"""Whole class names, in lower case: kinds of SGD with momentum whose name does not say so."""
-
-_SIGNS = ("signsgd", "signum", "tiger")
-"""The same for those whose steps are signs, beside Lion."""
-
 _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
 
@@ -72,17 +63,6 @@ def is_kind_linear_in_lr(kind: type[Optimizer]) -> bool:
 def ignores_a_schedule(base: Optimizer) -> bool:
     """Whether the base ignores later changes of lr: Rprop's lr is its first step size."""
     return isinstance(base, torch.optim.Rprop)
-
-
-def steps_of(base: Optimizer) -> Steps:
-    """Signs: Lion and its kin. Growing with the gradient: SGD and its kin. Others divide by moments or norms."""
-    for parent in type(base).__mro__:
-        name = parent.__name__.lower()
-        if "lion" in name or name in _SIGNS:
-            return "signs"
-        if "sgd" in name or name in _MOMENTUM_SGD:
-            return "growing"
-    return "normalised"
 
 
 def l2_penalty(base: Optimizer, group: dict[str, Any]) -> float:

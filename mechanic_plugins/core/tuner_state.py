@@ -1,6 +1,7 @@
-"""What the tuner sees and remembers, and how both lie in memory.
+"""The tuners and the sums of a step as they lie in memory.
 
-A step's sums are one float64 vector: six inner products for each tuner, then the number of gradients.
+A step's sums are one float64 vector: six inner products for each tuner, then the number of gradients. The tuners are
+one float64 table with a row for each; `TunerState` has views of its columns.
 """
 
 from __future__ import annotations
@@ -11,52 +12,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mechanic_plugins.core.row import SCALARS, VECTORS, Row
 from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner import SUMS
 
 __all__ = [
-    "CLIP_EPS",
     "SCALARS",
     "SUMS",
-    "Sums",
     "TunerState",
-    "clipped",
     "column",
     "empty_sums",
     "gradient_count",
     "gradient_norm",
     "initial_state",
-    "keep_where",
     "sums_of",
     "with_scaled_gradients",
 ]
-
-SUMS = ("dg", "gg", "xx", "dx", "dd", "dp")
-"""The inner products a step needs, of delta (d), gradient (g), weights (x), and the gradient of the penalty that the
-base minimises beside the loss (p: the weights times their weight decay), in this order."""
-
-CLIP_EPS = 1e-6
-"""Added to the norm that is clipped, as torch.nn.utils.clip_grad_norm_ does."""
-
-
-class Sums(NamedTuple):
-    """The global inner products, each of shape (tuners, 1)."""
-
-    dg: Tensor
-    gg: Tensor
-    xx: Tensor
-    dx: Tensor
-    dd: Tensor
-    dp: Tensor
-
-    @classmethod
-    def of(cls, table: Tensor) -> Sums:
-        """From a (tuners, 6) tensor."""
-        return cls(*table.unsqueeze(-1).unbind(-2))
-
-    @classmethod
-    def of_vector(cls, vector: Tensor) -> Sums:
-        """From the vector of a step."""
-        return cls.of(vector[:-1].view(-1, len(SUMS)))
 
 
 def empty_sums(tuners: int, device: torch.device) -> Tensor:
@@ -76,67 +47,66 @@ def gradient_count(vector: Tensor) -> Tensor:
 
 def gradient_norm(vector: Tensor) -> Tensor:
     """The norm of all gradients together, 0-dim."""
-    return Sums.of_vector(vector).gg.sum().sqrt()
+    return vector[1:-1:6].sum().sqrt()
 
 
 def with_scaled_gradients(vector: Tensor, factor: Tensor) -> Tensor:
-    """The vector of a step whose gradients are multiplied by `factor`: dg is linear in them, gg quadratic.
-
-    One factor for all, 0-dim, or one for each tuner, of shape (tuners, 1).
-    """
-    one = torch.ones_like(factor)
-    powers = torch.cat([{"dg": factor, "gg": factor**2}.get(name, one).view(-1, 1) for name in SUMS], dim=1)
-    return torch.cat([(vector[:-1].view(-1, len(SUMS)) * powers).flatten(), gradient_count(vector)])
-
-
-def clipped(vector: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """The vector of a step whose gradients are clipped, and the factor: that of `torch.nn.utils.clip_grad_norm_`."""
-    factor = (max_norm / (gradient_norm(vector) + CLIP_EPS)).clamp(max=1.0)
-    return with_scaled_gradients(vector, factor), factor
+    """The vector of a step whose gradients are multiplied by `factor`, 0-dim: dg is linear in them, gg quadratic."""
+    scaled = vector.clone()
+    scaled[0:-1:6] *= factor
+    scaled[1:-1:6] *= factor**2
+    return scaled
 
 
 class TunerState(NamedTuple):
-    """All that the tuner remembers.
+    """Views of the table: (tuners, n) for each of `VECTORS`, (tuners, 1) for each of `SCALARS`."""
 
-    `q` and `w0` serve `rule="theory"` alone and are zero elsewhere. `played` is the scale that made the current
-    weights, `h` what the last step saw, `lr` the base's highest learning rate so far, `gradients` the number of
-    those that were not zero, and `longest` the norm of the longest.
-    """
+    table: Tensor
+    n: int
 
-    s: Tensor
-    r: Tensor
-    m: Tensor
-    v: Tensor
-    q: Tensor
-    w0: Tensor
-    s_init: Tensor
-    played: Tensor
-    h: Tensor
-    lr: Tensor
-    gradients: Tensor
-    longest: Tensor
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row], device: torch.device) -> TunerState:
+        table = torch.tensor([row.numbers() for row in rows], dtype=torch.float64, device=device)
+        return cls(table, len(rows[0].s))
 
+    def rows(self) -> list[Row]:
+        """Waits for the device."""
+        return [Row.of(numbers) for numbers in self.table.tolist()]
 
-SCALARS = ("s_init", "played", "h", "lr", "gradients", "longest")
-"""The fields of `TunerState` that hold one number for each tuner."""
+    def column(self, name: str) -> Tensor:
+        """By the name of a field of `Row`."""
+        if name in VECTORS:
+            at = VECTORS.index(name) * self.n
+            return self.table[:, at : at + self.n]
+        at = len(VECTORS) * self.n + SCALARS.index(name)
+        return self.table[:, at : at + 1]
+
+    @property
+    def played(self) -> Tensor:
+        """The scales in force, of shape (tuners,)."""
+        return self.column("played")[:, 0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    def __len__(self) -> int:
+        return len(self.table)
 
 
 def initial_state(settings: Settings, *, tuners: int, device: torch.device) -> TunerState:
     """The state before the first step."""
-    n = len(settings.betas)
-    sizes = {name: 1 if name in SCALARS else n for name in TunerState._fields}
-    zeros = {name: torch.zeros(tuners, k, dtype=torch.float64, device=device) for name, k in sizes.items()}
-    if settings.rule in ("experiments", "optax") and settings.s_init != "auto":
-        zeros["s"] += settings.s_init
-    return TunerState(**zeros)
+    n = settings.n
+    state = TunerState(torch.zeros(tuners, len(VECTORS) * n + len(SCALARS), dtype=torch.float64, device=device), n)
+    if settings.rule in ("experiments", "optax"):
+        state.column("s").fill_(settings.s_init)
+    return state
 
 
 def column(numbers: Sequence[float | Tensor] | Tensor, device: torch.device) -> Tensor:
     """One number for each tuner, of shape (tuners, 1), without waiting for the device or copying to it."""
     if isinstance(numbers, Tensor):
         return numbers.view(-1, 1)
-    if device.type == "cpu" and not any(isinstance(number, Tensor) for number in numbers):
-        return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
     cells = (
         number.to(device, torch.float64).reshape(())
         if isinstance(number, Tensor)
@@ -144,8 +114,3 @@ def column(numbers: Sequence[float | Tensor] | Tensor, device: torch.device) -> 
         for number in numbers
     )
     return torch.stack(list(cells)).unsqueeze(1)
-
-
-def keep_where(condition: Tensor, new: TunerState, old: TunerState) -> TunerState:
-    """`new` where the condition holds, else `old`: decided on the device."""
-    return TunerState(*(torch.where(condition, a, b) for a, b in zip(new, old, strict=True)))

@@ -1,7 +1,6 @@
-"""The tuner's step as one GPU kernel: `mechanic_plugins.core.tuner` in Triton's dialect.
+"""The tuner's step as one GPU kernel: `mechanic_plugins.core.tuner`, `relative` and `published` in Triton's dialect.
 
-Its functions have the names of those that they stand for, in `tuner` and `gradients`; the compiler puts them all into
-the kernel. `mechanic_plugins.kernels.gpu_tuner` launches it.
+`mechanic_plugins.kernels.gpu_tuner` launches it.
 """
 
 from __future__ import annotations
@@ -9,35 +8,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mechanic_plugins.kernels.triton_rules import (
-    _HASTE,
-    _HINDSIGHT,
-    _MAX_SCALE,
-    _OPTIMISTIC,
-    _S_DECAY,
-    _S_INIT,
-    _SMOOTHING,
-    _judged,
-    _place_bets,
-    _usual_loss,
-)
+_PAPER, _EXPERIMENTS, _OPTAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_THEORY, _RELATIVE = tl.constexpr(3), tl.constexpr(4)
+"""`RULE`: the rules in the order of `mechanic_plugins.kernels.gpu_tuner`."""
+_MAX_SCALE, _S_DECAY, _EPS, _S_INIT, _BETAS = (tl.constexpr(place) for place in range(5))
+"""Places in `constants`: see `mechanic_plugins.kernels.gpu_tuner.constants_of`."""
+_PLAYED, _H, _LR, _GRADIENTS, _LONGEST = (tl.constexpr(place) for place in range(1, 6))
+_SIZE, _LENGTH, _PATH, _TRAVELLED, _ELAPSED = (tl.constexpr(place) for place in range(6, 11))
+_SCALARS = tl.constexpr(11)
+"""Places of the scalars in a row, behind its six vectors (`mechanic_plugins.core.row.SCALARS`); s_init is the first."""
 
 
 @triton.jit
 def tuner_kernel(
-    sums, old, new, betas, constants, counters, new_counters, scales, lrs, norm_high, norm_low, tuners,
-    RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, FROZEN: tl.constexpr,
-    HINDSIGHT: tl.constexpr, RESTATES: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr, LIMITS: tl.constexpr,
-    LOSS_WEIGHT: tl.constexpr, LONG_STEP: tl.constexpr, SIGNS: tl.constexpr,
-    RECENT: tl.constexpr, RELATIVE_EPS: tl.constexpr, START: tl.constexpr, GROWTH: tl.constexpr, OUTLIER: tl.constexpr,
-    GRADIENT_GROWTH: tl.constexpr, NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
+    sums, old, new, constants, counters, new_counters, scales, lrs, norm_high, norm_low, tuners,
+    RULE: tl.constexpr, HOLD: tl.constexpr, CAPPED: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
+    PRIOR: tl.constexpr, GAIN: tl.constexpr, DOUBT: tl.constexpr, MEMORY: tl.constexpr, OUTLIER: tl.constexpr,
+    OUTLIER_GROWTH: tl.constexpr, NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`decide`, a tuner a program.
 
-    A row of `old` and `new` holds s, r, m, v, q, w0 (n each), s_init, played, h, lr, gradients and longest. `lrs` has
-    the base's lr of each tuner, `counters` steps and skipped. With CLIPS the gradients are taken for clipped to the
-    norm that has its two halves. `scales` gets, for each tuner, before, after, whether the step is made, what delta and
-    the gradients are multiplied by, and the steps so far. With LIMITS no gradient is much longer than any before it.
+    `lrs` has the base's lr of each tuner, `counters` steps and skipped. With CLIPS the gradients are taken for clipped
+    to the norm that has its two halves. `scales` gets, for each tuner, before, after, whether the step is made, what
+    delta and the gradients are multiplied by, and the steps so far.
     """
     program = tl.program_id(0)
     clip = _clip(sums, norm_high, norm_low, tuners, CLIPS, CLIP_EPS, NUMBERS)
@@ -48,35 +41,50 @@ def tuner_kernel(
         tl.store(new_counters + 0, steps)
         tl.store(new_counters + 1, tl.load(counters + 1) + tl.where(is_finite & (is_outlier == 0), 0.0, 1.0))
     sums += program * 6
-    old += program * (6 * n + 6)
-    last_lr, longest = tl.load(old + 6 * n + 3), tl.load(old + 6 * n + 5)
-    if RULE == _OPTIMISTIC:
-        norm = clip * tl.sqrt(tl.where(is_finite, tl.load(sums + 1), 0.0))
-        share, remembered = _limited(norm, longest, is_outlier, LIMITS, OUTLIER, GRADIENT_GROWTH)
-        clip, longest = share * clip, tl.where(has_gradients, remembered, longest)
+    old += program * (6 * n + _SCALARS)
+    new += program * (6 * n + _SCALARS)
+    scalars = old + 6 * n
+    lane = tl.arange(0, N)
+    inside = lane < n
     lr = tl.load(lrs + program)
+    last_lr, before = tl.load(scalars + _LR), tl.load(scalars + _PLAYED)
     peak = tl.where(lr > last_lr, lr, last_lr)
-    lr_ratio = tl.zeros_like(lr) + 1.0
-    if RESTATES and not FROZEN:
-        rises = (last_lr > 0) & (peak > last_lr)
-        lr_ratio = tl.where(rises, last_lr / tl.where(rises, peak, 1.0), 1.0)
-    s, r, m, v, q, w0, s_init, played, h, gradients = _advance(
-        old, sums, clip, lr, peak, lr_ratio, betas, constants, RULE, AUTO, SMOOTHING, CAPPED, LOSS_WEIGHT, LONG_STEP,
-        SIGNS, RECENT, RELATIVE_EPS, START, GROWTH, n, N,
-    )  # fmt: skip
-    keep = made & (not FROZEN)
-    before = tl.load(old + 6 * n + 1)
-    after = tl.where(keep, played, before)
-    kept = _delta_factor(before * lr_ratio, after, constants, RULE, HINDSIGHT)
-    new += program * (6 * n + 6)
-    _store_where(keep, new, old, s, r, m, v, q, w0, s_init, played, h, gradients, n, N)
-    tl.store(new + 6 * n + 3, tl.where(made, peak, last_lr))
-    tl.store(new + 6 * n + 5, longest)
+    q, w0 = tl.load(old + 4 * n + lane, inside, 0.0), tl.load(old + 5 * n + lane, inside, 0.0)
+    size, length = tl.load(scalars + _SIZE), tl.load(scalars + _LENGTH)
+    longest = tl.load(scalars + _LONGEST)
+    if RULE == _RELATIVE:
+        s, r, m, v, h, gradients, size, length = _relative(
+            sums, old, clip, peak, size, length, PRIOR, GAIN, DOUBT, MEMORY, n, N
+        )
+        norm = clip * tl.sqrt(tl.where(is_finite, tl.load(sums + 1), 0.0))
+        mine = (longest > 0) & (norm > OUTLIER * longest)
+        raised = tl.maximum(longest, tl.where(mine, OUTLIER_GROWTH * longest, norm))
+        longest = tl.where(has_gradients, raised, longest)
+    else:
+        s, r, m, v, q, w0, h, gradients = _published(sums, old, clip, q, w0, constants, RULE, n, N)
+    if CAPPED:
+        total = tl.sum(s)
+        cap = tl.load(constants + _MAX_SCALE)
+        s = s * tl.where(total > cap, cap / tl.where(total > 0, total, 1.0), 1.0)
+    keep = made & (not HOLD)
+    played = tl.where(keep, tl.sum(s), before)
+    factor = tl.zeros_like(played) + 1.0
+    if RULE == _RELATIVE:
+        factor = tl.where(played > 0, before / tl.where(played > 0, played, 1.0), 1.0)
+    _store_where(keep, new, old, s, r, m, v, q, w0, n, N)
+    tl.store(new + 6 * n, tl.where(keep, tl.load(constants + _S_INIT), tl.load(scalars)))
+    tl.store(new + 6 * n + _PLAYED, played)
+    tl.store(new + 6 * n + _H, tl.where(keep, h, tl.load(scalars + _H)))
+    tl.store(new + 6 * n + _GRADIENTS, tl.where(keep, gradients, tl.load(scalars + _GRADIENTS)))
+    tl.store(new + 6 * n + _LONGEST, longest)
+    tl.store(new + 6 * n + _SIZE, tl.where(keep, size, tl.load(scalars + _SIZE)))
+    tl.store(new + 6 * n + _LENGTH, tl.where(keep, length, tl.load(scalars + _LENGTH)))
+    _walk(scalars, new + 6 * n, before, played, lr, peak, made)
     scales += program * 6
     tl.store(scales + 0, before)
-    tl.store(scales + 1, after)
+    tl.store(scales + 1, played)
     tl.store(scales + 2, tl.where(made, 1.0, 0.0).to(tl.float64))
-    tl.store(scales + 3, tl.where(keep, kept / lr_ratio, 1.0))
+    tl.store(scales + 3, tl.where(made, factor, 1.0))
     tl.store(scales + 4, tl.where(made, clip, 1.0))
     tl.store(scales + 5, steps)
 
@@ -110,126 +118,97 @@ def _examined(
     has_gradients = is_finite & (tl.load(sums + tuners * 6) > 0)
     every = tl.arange(0, NUMBERS)
     outliers = tl.zeros_like(every)
-    if RULE == _OPTIMISTIC:
-        longests = tl.load(old + every * (6 * n + 6) + 6 * n + 5, every < tuners, 0.0)
+    if RULE == _RELATIVE:
+        longests = tl.load(old + every * (6 * n + _SCALARS) + 6 * n + _LONGEST, every < tuners, 0.0)
         outliers = tl.where((longests > 0) & (clip * tl.sqrt(squares) > OUTLIER * longests), 1, 0)
     return is_finite, has_gradients, has_gradients & (tl.sum(outliers) > 0)
 
 
 @triton.jit
-def _limited(norm, longest, is_outlier, LIMITS: tl.constexpr, OUTLIER: tl.constexpr, GRADIENT_GROWTH: tl.constexpr):
-    """What the base sees of the gradient, as a share, and the longest one that is remembered after it."""
-    mine = (longest > 0) & (norm > OUTLIER * longest)
-    share = tl.zeros_like(norm) + 1.0
-    if LIMITS:
-        is_too_long = (longest > 0) & (norm > GRADIENT_GROWTH * longest)
-        share = tl.where(is_too_long, GRADIENT_GROWTH * longest / tl.where(norm > 0, norm, 1.0), 1.0)
-    seen = tl.where(is_outlier, norm, share * norm)
-    return share, tl.where(mine, 10.0 * longest, tl.maximum(0.999 * longest, seen))
+def _walk(scalars, new, before, played, lr, peak, made):
+    """`walk`, and what `Row.travelled` and `elapsed` add up, for a step that is made."""
+    path = tl.load(scalars + _PATH)
+    further = tl.where(before > 0, path, 0.0) + tl.where(played > 0, played, 1.0) * lr
+    tl.store(new + _PATH, tl.where(made & (path >= 0), further, path))
+    tl.store(new + _TRAVELLED, tl.load(scalars + _TRAVELLED) + tl.where(made, played * lr, 0.0))
+    tl.store(new + _ELAPSED, tl.load(scalars + _ELAPSED) + tl.where(made & (played > 0), lr, 0.0))
+    tl.store(new + _LR, tl.where(made, peak, tl.load(scalars + _LR)))
 
 
 @triton.jit
-def _advance(
-    old, sums, clip, lr, peak, lr_ratio, betas, constants,
-    RULE: tl.constexpr, AUTO: tl.constexpr, SMOOTHING: tl.constexpr, CAPPED: tl.constexpr, LOSS_WEIGHT: tl.constexpr,
-    LONG_STEP: tl.constexpr, SIGNS: tl.constexpr, RECENT: tl.constexpr, RELATIVE_EPS: tl.constexpr,
-    START: tl.constexpr, GROWTH: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """`advance`, after `rescale_to_lr` by `lr_ratio`."""
+def _relative(sums, old, clip, peak, size, length, PRIOR: tl.constexpr, GAIN: tl.constexpr, DOUBT: tl.constexpr,
+              MEMORY: tl.constexpr, n: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """`relative.advance`, with vectors of one lane."""
+    lane = tl.arange(0, N)
+    scalars = old + 6 * n
+    gradients, played, path = tl.load(scalars + _GRADIENTS), tl.load(scalars + _PLAYED), tl.load(scalars + _PATH)
+    has_gradient = tl.load(sums + 1) > 0
+    is_first = has_gradient & (gradients == 0) & (size == 0) & (played == 0)
+    nonzero, last = tl.load(sums + 3), tl.load(sums + 5)
+    typical = tl.where(nonzero > 0, tl.load(sums + 2) / tl.where(nonzero > 0, nonzero, 1.0), 1.0)
+    size = tl.where(is_first, typical * typical * tl.sqrt(tl.maximum(last, 0.0)), size)
+    moved = tl.where(played > 0, played, 1.0) * tl.sqrt(tl.load(sums + 4)) / tl.where(path > 0, path, 1.0)
+    length = tl.where(has_gradient & (is_first == 0) & (path > 0), tl.maximum(length, moved), length)
+    h = tl.where(is_first, 0.0, clip * tl.load(sums) + last)
+    z = -played * h
+    kept = 1.0 - 1.0 / (DOUBT + MEMORY * gradients)
+    gathers = has_gradient & (played > 0)
+    r, m, v = tl.load(old + n + lane), tl.load(old + 2 * n + lane), tl.load(old + 3 * n + lane)
+    r = tl.where(gathers, kept * r + z, r)
+    m = tl.where(gathers, kept * m + 1.0, m)
+    v = tl.where(gathers, kept * v + z * z, v)
+    energy = v * (m + DOUBT)
+    rho = tl.where(energy > 0, r / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
+    unit = peak * length
+    scale = PRIOR * size / tl.where(unit > 0, unit, 1.0) * tl.exp(GAIN * rho)
+    s = tl.where(has_gradient & (unit > 0), scale, tl.load(old + lane))
+    return s, r, m, v, h, gradients + tl.where(has_gradient, 1.0, 0.0), size, length
+
+
+@triton.jit
+def _published(sums, old, clip, q, w0, constants, RULE: tl.constexpr, n: tl.constexpr, N: tl.constexpr):
+    """`published.advance`, all rules at once."""
+    scalars = old + 6 * n
     lane = tl.arange(0, N)
     inside = lane < n
-    s = tl.load(old + lane, inside, 0.0) * lr_ratio
-    m = tl.load(old + 2 * n + lane, inside, 0.0) / lr_ratio
-    v = tl.load(old + 3 * n + lane, inside, 0.0) / (lr_ratio * lr_ratio)
-    s_init = tl.load(old + 6 * n) * lr_ratio
-    played = tl.load(old + 6 * n + 1) * lr_ratio
-    gradients = tl.load(old + 6 * n + 4)
-    gg = clip * clip * tl.load(sums + 1)
-    dd = tl.load(sums + 4) / (lr_ratio * lr_ratio)
-    h = _hypergradient(sums, clip, lr_ratio, gg, played, constants, RULE)
-    if AUTO:
-        longest = tl.load(old + 6 * n + 5)
-        s_init = _initial_scale(s_init, gg, tl.load(sums + 2), dd, gradients, longest, constants, RULE, START, GROWTH)
+    eps, s_init = tl.load(constants + _EPS), tl.load(constants + _S_INIT)
+    gg, xx = clip * clip * tl.load(sums + 1), tl.load(sums + 2)
+    direction = tl.where(xx > 0, tl.load(sums + 3) / tl.sqrt(tl.where(xx > 0, xx, 1.0)), 0.0)
+    h = clip * tl.load(sums) + tl.load(constants + _S_DECAY) * tl.load(scalars + _PLAYED) * tl.sqrt(gg) * direction
+    beta = tl.load(constants + _BETAS + lane, inside, 0.5)
+    s = tl.load(old + lane, inside, 0.0)
+    m = tl.load(old + 2 * n + lane, inside, 0.0)
+    v = tl.load(old + 3 * n + lane, inside, 0.0)
+    seen = h + tl.zeros_like(m)
+    if RULE == _OPTAX or RULE == _THEORY:
+        seen = tl.minimum(tl.maximum(seen, -m), m)
+    r = beta * tl.load(old + n + lane, inside, 0.0) - s * seen
+    if RULE == _PAPER:
+        r = tl.maximum(r, 0.0)
+    if RULE == _EXPERIMENTS or RULE == _OPTAX:
+        m = tl.maximum(beta * m, tl.abs(h) + eps)
     else:
-        s_init = tl.load(constants + _S_INIT)
-    seen = h
-    judged = h + tl.zeros_like(m)
-    if RULE == _OPTIMISTIC:  # it remembers nothing before it starts
-        seen = tl.where(s_init > 0, h, 0.0)
-        step = tl.zeros_like(played)
-        if AUTO:
-            step = tl.where(s_init > 0, tl.load(constants + _S_INIT) * played / tl.where(s_init > 0, s_init, 1.0), 0.0)
-        usual = _usual_loss(m, constants, RECENT, n, N)
-        judged = _judged(seen, usual, lr, peak, step, constants, AUTO, SIGNS, LOSS_WEIGHT, LONG_STEP) + tl.zeros_like(m)
-    bet = s
-    if SMOOTHING:
-        total = tl.sum(s)
-        bet = s * tl.where(total > 0, played / tl.where(total > 0, total, 1.0), 1.0)
-    beta = tl.load(betas + lane, inside, 0.5)
-    s, r, m, v, q, w0 = _place_bets(old, beta, m, v, s_init, bet, seen, judged, constants, RULE, RELATIVE_EPS, n, N)
-    if CAPPED:
-        total = tl.sum(s)
-        cap = tl.load(constants + _MAX_SCALE)
-        s = s * tl.where(total > cap, cap / tl.where(total > 0, total, 1.0), 1.0)
-    gradients += tl.where(gg > 0, 1.0, 0.0)
-    played = _next_played(tl.sum(s), played, gradients, constants, RULE, SMOOTHING)
-    return s, r, m, v, q, w0, s_init, played, h, gradients
+        m = tl.maximum(beta * m, tl.abs(h))
+    if RULE == _THEORY:
+        v = beta * beta * v + seen * seen
+        q = beta * q - seen
+        w0 = tl.where(w0 > 0, w0, s_init * m / n)
+        root = tl.sqrt(4.0 * m * m + v)
+        share = tl.minimum(tl.maximum(q / tl.where(root > 0, root, 1.0), 0.0), 1.0)
+        s = tl.where(m > 0, (w0 + r) * share / (root + eps), 0.0)
+    else:
+        v = beta * beta * v + h * h
+        divisor = tl.sqrt(v) + eps
+        s = (s_init * m / n + tl.maximum(r, 0.0)) / tl.where(divisor > 0, divisor, 1.0)
+        if RULE == _PAPER:
+            s = tl.where(v > 0, s, 0.0)
+    gradients = tl.load(scalars + _GRADIENTS) + tl.where(gg > 0, 1.0, 0.0)
+    return tl.where(inside, s, 0.0), r, m, v, q, w0, h, gradients
 
 
 @triton.jit
-def _hypergradient(sums, clip, lr_ratio, gg, played, constants, RULE: tl.constexpr):
-    xx = tl.load(sums + 2)
-    direction = tl.where(xx > 0, tl.load(sums + 3) / lr_ratio / tl.sqrt(tl.where(xx > 0, xx, 1.0)), 0.0)
-    h = clip * tl.load(sums) / lr_ratio + tl.load(constants + _S_DECAY) * played * tl.sqrt(gg) * direction
-    if RULE == _OPTIMISTIC:
-        h += tl.load(sums + 5) / lr_ratio
-    return h
-
-
-@triton.jit
-def _initial_scale(s_init, gg, xx, dd, gradients, longest, constants, RULE: tl.constexpr, START: tl.constexpr,
-                   GROWTH: tl.constexpr):  # fmt: skip
-    """Where it is measured."""
-    measured = tl.load(constants + _S_INIT) * (1.0 + tl.sqrt(xx)) / tl.sqrt(tl.where(dd > 0, dd, 1.0))
-    later = s_init
-    first = tl.where(dd > 0, measured, 0.0)
-    if RULE == _OPTIMISTIC:
-        growth = tl.where(longest > 0, tl.sqrt(gg) / tl.where(longest > 0, longest, 1.0), float("inf"))
-        may_start = (gradients >= START) & (dd > 0) & (gg > 0)
-        first = tl.where(may_start, measured * gradients / tl.maximum(growth, 1.0), 0.0)
-        later = tl.minimum(s_init, GROWTH * measured * tl.maximum(gradients - START, 1.0))
-        later = tl.where(dd > 0, later, s_init)
-    return tl.where(s_init > 0, later, first)
-
-
-@triton.jit
-def _next_played(total, played, gradients, constants, RULE: tl.constexpr, SMOOTHING: tl.constexpr):
-    if SMOOTHING:
-        c = tl.load(constants + _SMOOTHING)
-        if RULE == _OPTIMISTIC:
-            c = tl.minimum(c, gradients / (gradients + tl.load(constants + _HASTE)))
-        one = tl.zeros_like(played) + 1.0
-        logs = c * tl.log(tl.where(played > 0, played, one)) + (1.0 - c) * tl.log(tl.where(total > 0, total, one))
-        average = tl.where(total > 0, tl.exp(logs), 0.0)
-        total = tl.where(played > 0, average, total)
-    return total
-
-
-@triton.jit
-def _delta_factor(before, after, constants, RULE: tl.constexpr, HINDSIGHT: tl.constexpr):
-    factor = tl.zeros_like(after) + 1.0
-    if HINDSIGHT:
-        share = tl.load(constants + _HINDSIGHT)
-        moved = share + (1.0 - share) * before / tl.where(after > 0, after, 1.0)
-        factor = tl.where((before > 0) & (after > 0), moved, 1.0)
-    if RULE == _OPTIMISTIC:
-        factor = tl.where((before == 0) & (after > 0), 0.0, factor)
-    return factor
-
-
-@triton.jit
-def _store_where(keep, new, old, s, r, m, v, q, w0, s_init, played, h, gradients, n: tl.constexpr, N: tl.constexpr):
-    """The row after the step; elsewhere the old one."""
+def _store_where(keep, new, old, s, r, m, v, q, w0, n: tl.constexpr, N: tl.constexpr):
+    """The vectors after the step; elsewhere the old ones."""
     lane = tl.arange(0, N)
     inside = lane < n
     tl.store(new + lane, tl.where(keep, s, tl.load(old + lane, inside)), inside)
@@ -238,7 +217,3 @@ def _store_where(keep, new, old, s, r, m, v, q, w0, s_init, played, h, gradients
     tl.store(new + 3 * n + lane, tl.where(keep, v, tl.load(old + 3 * n + lane, inside)), inside)
     tl.store(new + 4 * n + lane, tl.where(keep, q, tl.load(old + 4 * n + lane, inside)), inside)
     tl.store(new + 5 * n + lane, tl.where(keep, w0, tl.load(old + 5 * n + lane, inside)), inside)
-    tl.store(new + 6 * n, tl.where(keep, s_init, tl.load(old + 6 * n)))
-    tl.store(new + 6 * n + 1, tl.where(keep, played, tl.load(old + 6 * n + 1)))
-    tl.store(new + 6 * n + 2, tl.where(keep, h, tl.load(old + 6 * n + 2)))
-    tl.store(new + 6 * n + 4, tl.where(keep, gradients, tl.load(old + 6 * n + 4)))

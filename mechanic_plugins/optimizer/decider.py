@@ -1,10 +1,9 @@
-"""Lets the tuner take its step, by torch operations or on a GPU in one launch."""
+"""Lets the tuner take its step: in plain floats, or on a GPU with Triton in one launch."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,16 +13,12 @@ from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases, tuner
 from mechanic_plugins.core.schedule import Schedule
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner_state import TunerState, column
+from mechanic_plugins.core.tuner_state import TunerState
 from mechanic_plugins.kernels import gpu_tuner
-from mechanic_plugins.kernels.cuda import Habit, is_capturing
-from mechanic_plugins.kernels.recorded_tuner import RecordedTuner
 from mechanic_plugins.optimizer.units import Units
 from mechanic_plugins.passes.plan import Decision
 
 __all__ = ["Decider", "Inputs", "counters_of", "has_lr_zero"]
-
-_log = logging.getLogger(__name__)
 
 
 class Inputs(NamedTuple):
@@ -42,57 +37,46 @@ class Decider:
     def __init__(self, base: Optimizer, settings: Settings, units: Units) -> None:
         self.base, self.settings, self.units = base, settings, units
         self._on_device: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
-        self._habit, self._can_record = Habit(), True
-        self._recorded: RecordedTuner | None = None
 
     def decide(
         self, sums: Tensor, progress: Progress, *, by_kernel: bool, max_grad_norm: float | None = None
     ) -> Decision:
-        """Moves `progress` on. `Decision.applied` is a tensor: nothing here synchronises with the device."""
-        before, known = progress.tuner.played, (dict(progress.lr_refs), progress.unit, progress.unit_since)
-        inputs, table = self.inputs(progress), None
-        state, counters = progress.tuner, counters_of(progress)
+        """Moves `progress` on. With a kernel nothing waits for the device, and `Decision.applied` is a tensor."""
+        known = dict(progress.lr_refs), progress.unit, progress.unit_since
+        inputs = self.inputs(progress)
         if by_kernel:
-            outcome, table = self.launch(state, sums, counters, inputs, inputs.lrs, max_grad_norm=max_grad_norm)
-        else:
-            outcome = self._by_operations(state, sums, counters, inputs, max_grad_norm=max_grad_norm)
-        progress.tuner = outcome.state
-        progress.steps, progress.skipped = outcome.counters.unbind()
-        if sums.device.type == "cpu" and not outcome.applied:  # a skipped step leaves no trace
+            state, counters, table = self.launch(
+                progress.tuner, sums, counters_of(progress), inputs, inputs.lrs, max_grad_norm=max_grad_norm
+            )
+            progress.tuner, (progress.steps, progress.skipped) = state, counters.unbind()
+            return Decision(table[0, 2], table, has_clip=max_grad_norm is not None)
+        outcome = self._in_floats(sums, progress, inputs, max_grad_norm)
+        if not outcome.applied:  # a skipped step leaves no trace
             progress.lr_refs, progress.unit, progress.unit_since = known
-        if table is not None:
-            return Decision(outcome.applied, table[:, 0], table[:, 1], table[:, 3], outcome.clip, packed=table)
-        after, factor = outcome.state.played[:, 0], outcome.delta_factor[:, 0]
-        return Decision(outcome.applied, before[:, 0], after, factor, outcome.clip, progress.steps)
+        steps = float(progress.steps)
+        rows = zip(outcome.befores, outcome.afters, outcome.delta_factors, strict=True)
+        made = float(outcome.applied)
+        scales = [[before, after, made, factor, outcome.clip, steps] for before, after, factor in rows]
+        table = torch.tensor(scales, dtype=torch.float64, device=sums.device)
+        return Decision(outcome.applied, table, has_clip=outcome.clip < 1)
 
-    def _by_operations(
-        self, state: TunerState, sums: Tensor, counters: Tensor, inputs: Inputs, *, max_grad_norm: float | None
+    def _in_floats(
+        self, sums: Tensor, progress: Progress, inputs: Inputs, max_grad_norm: float | None
     ) -> tuner.Outcome:
-        settings, lrs, hold = inputs
-        how: dict[str, Any] = {"settings": settings, "hold": hold, "max_grad_norm": max_grad_norm}
-        how["betas"] = self._constant(settings.betas, sums.device)
-        recorded = self._recorded_tuner(state, sums, counters, inputs, how)
-        if recorded is not None:
-            return recorded.decide(state, sums, counters, [float(lr) for lr in lrs])
-        return tuner.decide(state, sums, counters, lr=column(lrs, sums.device), **how)
-
-    def _recorded_tuner(
-        self, state: TunerState, sums: Tensor, counters: Tensor, inputs: Inputs, how: dict[str, Any]
-    ) -> RecordedTuner | None:
-        """On a GPU, once nothing but data has changed for some steps."""
-        device = sums.device
-        if device.type != "cuda" or is_capturing(device) or any(isinstance(lr, Tensor) for lr in inputs.lrs):
-            return None
-        key = inputs.settings, inputs.hold, how["max_grad_norm"], len(inputs.lrs), device
-        if self._recorded is None or self._recorded.key != key:
-            self._recorded = None
-            if self._can_record and self._habit.has(key):
-                try:
-                    self._recorded = RecordedTuner(key, state, sums, counters, **how)
-                except RuntimeError as error:
-                    _log.info("the tuner is not recorded as a CUDA graph: %s", error)
-                    self._can_record = False
-        return self._recorded
+        """Waits for the device, where that is not the CPU."""
+        numbers = sums.tolist() if sums.is_cpu else torch.cat([sums, progress.tuner.table.flatten()]).tolist()
+        rows = progress.tuner.rows()
+        outcome = tuner.decide(
+            rows,
+            numbers[: len(sums)],
+            [float(lr) for lr in inputs.lrs],
+            inputs.settings,
+            hold=inputs.hold,
+            max_grad_norm=max_grad_norm,
+        )
+        progress.tuner = TunerState.of_rows(rows, progress.tuner.device)
+        progress.steps, progress.skipped = progress.steps + outcome.applied, progress.skipped + outcome.skipped
+        return outcome
 
     def inputs(self, progress: Progress) -> Inputs:
         """Fixes the unit, if it is time for it, and looks at the learning rates."""
@@ -108,14 +92,13 @@ class Decider:
         lrs: Sequence[float | Tensor] | Tensor,
         *,
         max_grad_norm: float | None,
-    ) -> tuple[tuner.Outcome, Tensor]:
+    ) -> tuple[TunerState, Tensor, Tensor]:
         """See `gpu_tuner.decide`."""
         return gpu_tuner.decide(
             state,
             sums,
             counters,
             settings=inputs.settings,
-            betas=self._constant(inputs.settings.betas, sums.device),
             constants=self._constant(gpu_tuner.constants_of(inputs.settings), sums.device),
             lrs=lrs,
             hold=inputs.hold,
@@ -129,16 +112,17 @@ class Decider:
         """
         if progress.frozen:
             return True
-        obeys = self.settings.rule in ("optimistic", "paper", "theory")
+        obeys = self.settings.rule not in ("experiments", "optax")
         return obeys and not known_bases.ignores_a_schedule(self.base) and has_lr_zero(self.base)
 
     def _lrs(self, progress: Progress) -> list[float | Tensor]:
-        """For each tuner where its groups' schedule stands, as a learning rate; 0 for a base that ignores one."""
-        schedules = [Schedule(progress.lr_refs) for _ in range(len(progress.tuner.s))]
-        if not known_bases.ignores_a_schedule(self.base):
-            for group in self.base.param_groups:
-                index = progress.row_of(group) or 0
-                schedules[progress.tuner_of(group)].add(group, progress.lr_refs, index)
+        """For each tuner where its groups' schedule stands, as a learning rate; 1 for a base without any."""
+        if known_bases.ignores_a_schedule(self.base) or not any("lr" in group for group in self.base.param_groups):
+            return [1.0] * len(progress.tuner)
+        schedules = [Schedule(progress.lr_refs) for _ in range(len(progress.tuner))]
+        for group in self.base.param_groups:
+            index = progress.row_of(group) or 0
+            schedules[progress.tuner_of(group)].add(group, progress.lr_refs, index)
         return [schedule.lr() for schedule in schedules]
 
     def _constant(self, numbers: Sequence[float], device: torch.device) -> Tensor:

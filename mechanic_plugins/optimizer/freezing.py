@@ -40,8 +40,14 @@ class Freezing(Readout):
         if release:
             refuse_release(self.base, by_engine=self.count is not None)
         progress = self._progress
+        if not bool((progress.tuner.played > 0).any()):
+            raise RuntimeError(
+                "freeze() would hold a scale of 0, at which nothing trains: no scale was learned yet. Call it after "
+                "the first three steps with a gradient."
+            )
         progress.frozen, progress.released = True, release or progress.released
         if release:
+            progress.tuner.column("path").zero_()  # a new delta begins a new path
             checkpoint.strip((), self.state)
             self._passes = Passes(self.base, self.backend)  # the plans hold what was dropped
             self._write_tuner()

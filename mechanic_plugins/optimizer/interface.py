@@ -27,8 +27,7 @@ from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.groups import Owner, show_scales
 from mechanic_plugins.core.param_state import DELTA, PREFIX
-from mechanic_plugins.core.run_length import settings_for_run
-from mechanic_plugins.core.settings import Settings, check_max_grad_norm, check_total_steps, checked_delta_dtype
+from mechanic_plugins.core.settings import Settings, check_max_grad_norm, checked_delta_dtype
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
 from mechanic_plugins.optimizer.delegate import Delegate, Group
 from mechanic_plugins.optimizer.skips import Skips
@@ -54,7 +53,6 @@ class Wrapper(Delegate):
     """Every step clips the gradients to this norm. Not a setting of the tuner's: checkpoints do not hold it."""
     delta_dtype: torch.dtype | None = None
     """What delta is kept in, where that was chosen. Checkpoints hold it as it is."""
-    _total_steps: int | None = None
     _has_history = True
     """Whether the base had state before Mechanic's first step: made when it was built, or loaded from a plain run."""
 
@@ -67,19 +65,16 @@ class Wrapper(Delegate):
         sync_replicas: bool = False,
         backend: Backend = "auto",
         max_grad_norm: float | None = None,
-        total_steps: int | None = None,
         delta_dtype: torch.dtype | Literal["float32", "bfloat16"] | None = None,
     ) -> None:
         known_bases.check_supported(base)
         check_backend(backend)
         check_max_grad_norm(max_grad_norm)
-        check_total_steps(total_steps)
         self.base = base
-        self.settings = settings.for_base(known_bases.steps_of(base))
+        self.settings = settings
         self.group, self.sync_replicas = group, sync_replicas
         self.backend, self.max_grad_norm = backend, max_grad_norm
         self.delta_dtype = checked_delta_dtype(delta_dtype)
-        self._total_steps = total_steps
         self._has_history = bool(base.state)
         before = vars(base).get(_LIVE)
         self._start()
@@ -91,7 +86,7 @@ class Wrapper(Delegate):
         """Everything that is not state: rebuilt after unpickling."""
         self._held: dict[str, Progress | None] = {}
         vars(self.base)[_LIVE] = self.settings, self._held
-        self._units = Units(self.base, settings_for_run(self.settings, self._total_steps))
+        self._units = Units(self.base, self.settings)
         self._dry_state: object = None
         self._is_plain = False
         self._known_params: list[Tensor] = []
@@ -105,16 +100,6 @@ class Wrapper(Delegate):
         self._itself: Owner = ref(self)
         """Lightning's and Fabric's proxies run these methods with another `self`."""
         show_scales(self.param_groups, self._itself)
-
-    @property
-    def total_steps(self) -> int | None:
-        """The number of optimizer steps in the run, if it is known. May be set at any time."""
-        return self._total_steps
-
-    @total_steps.setter
-    def total_steps(self, value: int | None) -> None:
-        check_total_steps(value)
-        self._total_steps, self._units.settings = value, settings_for_run(self.settings, value)
 
     def add_param_group(self, param_group: Group) -> None:
         """The new parameters start with delta = 0; with `scope="group"` they get a tuner of their own."""
@@ -145,7 +130,7 @@ class Wrapper(Delegate):
     def _progress(self) -> Progress:
         """The live tuner, on the parameters' device; read anew where somebody has loaded state or moved the model."""
         live, device = self._live, self._device()
-        if live is not None and live.tuner.s.device != device:
+        if live is not None and live.tuner.device != device:
             self._write(live)
             live = None
         if live is None or live.row_of(self.param_groups[0]) is None:
@@ -157,7 +142,6 @@ class Wrapper(Delegate):
         progress, notice = checkpoint.read(self.param_groups, self.settings, tuners=self._tuners(), device=device)
         if notice is not None:
             warnings.warn(notice, stacklevel=4)
-        self.total_steps = self._total_steps or progress.total_steps
         if not progress.seen:
             self._has_history = bool(self.state)
         if notice is not None or not progress.seen:
@@ -171,7 +155,7 @@ class Wrapper(Delegate):
         """The parameters' own, or the CPU where that has no float64 or holds no numbers."""
         first = next((p for group in self.param_groups for p in group["params"]), None)
         if first is None:  # an engine took the parameters out for a while
-            return self._live.tuner.s.device if self._live else torch.device("cpu")
+            return self._live.tuner.device if self._live else torch.device("cpu")
         device: torch.device = local(first).device
         return torch.device("cpu") if device.type in ("meta", "mps") else device
 
@@ -276,7 +260,7 @@ class Wrapper(Delegate):
     def __getstate__(self) -> dict[str, Any]:
         """Without hooks, the `step` that a scheduler plants on an instance, and the group, which has no pickle."""
         self._write_tuner()
-        kept = ("base", "settings", "sync_replicas", "backend", "max_grad_norm", "delta_dtype", "_total_steps")
+        kept = ("base", "settings", "sync_replicas", "backend", "max_grad_norm", "delta_dtype")
         return {name: getattr(self, name) for name in (*kept, "_has_history")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -36,20 +36,27 @@ class Readout(Wrapper):
         """A scheduler may change the lr before somebody asks for the effective one."""
         lrs = (group.get("lr") for group in self.param_groups)
         self._last_lrs = [lr.detach().clone() if isinstance(lr, Tensor) else lr for lr in lrs]
-        now = torch.stack([scale * lr for scale, lr in zip(self.scales, self.lrs, strict=True)]).max()
-        self._held["peak_lr"] = now if self._highest is None else torch.maximum(self._highest.to(now), now)  # type: ignore[assignment]
 
     @property
-    def _highest(self) -> Tensor | None:
-        return self._held.get("peak_lr")  # type: ignore[return-value]
+    def learned_lrs(self) -> list[float]:
+        """The learned learning rate of each group. Synchronises with the device.
+
+        The peak of the schedule times the mean scale: the fixed peak that would have taken the run as far. This is the
+        number to write into a plain optimizer. 0 before anything was learned.
+        """
+        progress, unit = self._progress, self._units.of_delta(self._progress)
+        columns = torch.cat([progress.tuner.column(name) for name in ("travelled", "elapsed", "lr")], dim=1).tolist()
+        peaks = [far / time * top / unit if time > 0 else 0.0 for far, time, top in columns]
+        owners = [progress.tuner_of(group) for group in self.param_groups]
+        first = [progress.lr_refs.get(place, 0.0) for place in range(len(owners))]
+        largest = {owner: max(lr for lr, o in zip(first, owners, strict=True) if o == owner) for owner in owners}
+        shares = [lr / largest[owner] if largest[owner] > 0 else 1.0 for lr, owner in zip(first, owners, strict=True)]
+        return [peaks[owner] * share for owner, share in zip(owners, shares, strict=True)]
 
     @property
     def learned_lr(self) -> float:
-        """The learned learning rate: the highest scale * lr in force so far, of all groups. Synchronises.
-
-        This is the number to write into a plain optimizer.
-        """
-        return max(self.effective_lrs) if self._highest is None else float(self._highest)
+        """The largest of `learned_lrs`."""
+        return max(self.learned_lrs, default=0.0)
 
     @property
     def scale(self) -> Tensor:
@@ -59,7 +66,7 @@ class Readout(Wrapper):
     @property
     def scales(self) -> Tensor:
         """The learned factor of each param group."""
-        played = self._progress.tuner.played[:, 0] / self._units.of_delta(self._progress)
+        played = self._progress.tuner.played / self._units.of_delta(self._progress)
         return played.expand(len(self.param_groups))
 
     @property
@@ -88,9 +95,13 @@ class Readout(Wrapper):
     def tuner(self) -> Tuner:
         """The tuner's vectors, in units of the base's own learning rate."""
         state, unit = self._progress.tuner, self._units.of_delta(self._progress)
-        vectors = (state.s / unit, state.r, state.m * unit, state.v * unit**2)
-        s, r, m, v = vectors if self.settings.scope == "group" else (t[0] for t in vectors)
-        return Tuner(s, r.clone(), m, v, self._progress.steps.clone())  # a recorded step writes them over
+        s, r, m, v = (state.column(name) for name in "srmv")
+        if self.settings.rule != "relative":
+            m, v = m * unit, v * unit**2
+        s, r, m, v = (t if self.settings.scope == "group" else t[0] for t in (s / unit, r, m, v))
+        return Tuner(
+            s, r.clone(), m.clone(), v.clone(), self._progress.steps.clone()
+        )  # a recorded step writes them over
 
     @property
     def grad_norm(self) -> Tensor:
@@ -104,7 +115,7 @@ class Readout(Wrapper):
     def metrics(self) -> dict[str, float]:
         """What to log, as python floats. Synchronises with the device once."""
         progress, unit = self._progress, self._units.of_delta(self._progress)
-        hs = progress.tuner.h[:, 0] * unit
+        hs = progress.tuner.column("h")[:, 0] * unit
         counts = torch.stack([progress.steps, progress.skipped, self.grad_norm])
         packed = torch.cat([self.scales, hs, counts]).tolist()
         scales, h, (steps, skipped, norm) = packed[: len(self.scales)], packed[len(self.scales) : -3], packed[-3:]

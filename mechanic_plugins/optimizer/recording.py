@@ -102,7 +102,7 @@ class Recording:
         spans_ranks: bool,
     ) -> None:
         self.key = key
-        device, tuners = progress.tuner.s.device, len(inputs.lrs)
+        device, tuners = progress.tuner.device, len(inputs.lrs)
         self._row, self._tuner, self._counters = gpu_tuner.packed_copy(progress.tuner, counters_of(progress))
         self._steps, self._skipped = self._counters.unbind()
         self.lrs = LearningRates(tuners, len(plan.batches), device)
@@ -125,12 +125,13 @@ class Recording:
     def _launch(
         self, plan: FusedPlan, decider: Decider, inputs: Inputs, sums: Tensor, max_grad_norm: float | None
     ) -> None:
-        outcome, table = decider.launch(
+        state, _, table = decider.launch(
             self._tuner, sums, self._counters, inputs, self.lrs.of_tuners, max_grad_norm=max_grad_norm
         )
         for batch, lr in zip(plan.batches, self.lrs.of_batches, strict=True):
             batch.apply(table, lr)
-        self._row.copy_(outcome.state.s.as_strided(self._row.shape, (1,)))  # the counters lie behind the tuners
+        if state is not self._tuner:  # a launch that is not captured; the counters lie behind the tuners
+            self._row.copy_(state.table.as_strided(self._row.shape, (1,)))
 
     def sums(self) -> Tensor:
         """The step's sums on this rank, good until the next step: for `play`, which may still have to make them."""
@@ -149,7 +150,7 @@ class Recording:
 
 
 def _is_on_one_gpu(plan: FusedPlan, progress: Progress) -> bool:
-    device = progress.tuner.s.device
+    device = progress.tuner.device
     if device.type != "cuda" or is_capturing(device):
         return False
     return all(batch.device == device for batch in plan.batches)

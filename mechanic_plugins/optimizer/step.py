@@ -6,6 +6,7 @@ decision, the base's step and Mechanic's move.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,9 +20,10 @@ from torch._compile import _disable_dynamo
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
-from mechanic_plugins.core.gradients import was_outlier
 from mechanic_plugins.core.param_state import DELTA, REF, ParamState
-from mechanic_plugins.core.tuner_state import Sums, clipped, initial_state
+from mechanic_plugins.core.relative import OUTLIER
+from mechanic_plugins.core.tuner import SUMS, clip_factor
+from mechanic_plugins.core.tuner_state import initial_state
 from mechanic_plugins.distributed.engines import refuse_unattached
 from mechanic_plugins.distributed.reduction import Identity
 from mechanic_plugins.distributed.sharding import (
@@ -32,12 +34,13 @@ from mechanic_plugins.distributed.sharding import (
     reduction_for,
 )
 from mechanic_plugins.kernels.cuda import is_capturing
+from mechanic_plugins.kernels.sizes import add_sizes, make_room
 from mechanic_plugins.optimizer.decider import Decider, has_lr_zero
 from mechanic_plugins.optimizer.delegate import Group, hooked
+from mechanic_plugins.optimizer.freezing import Freezing
 from mechanic_plugins.optimizer.overlaps import refuse_overlaps
 from mechanic_plugins.optimizer.recording import Recorder, Recording
 from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
-from mechanic_plugins.optimizer.schedulers import Scheduled
 from mechanic_plugins.passes.deltas import complete, conform
 from mechanic_plugins.passes.plan import Closure, Decision, Entry, Plan
 from mechanic_plugins.passes.planner import Passes
@@ -45,7 +48,7 @@ from mechanic_plugins.passes.planner import Passes
 __all__ = ["MechanicOptimizer"]
 
 
-class MechanicOptimizer(Scheduled):
+class MechanicOptimizer(Freezing):
     """What `mechanize` returns: build it there."""
 
     def _start(self) -> None:
@@ -56,6 +59,8 @@ class MechanicOptimizer(Scheduled):
         self._fused = False
         self._calls = 0
         self._decision: Decision | None = None
+        self._sized: Progress | None = None
+        self._tuners_sized = 0
 
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
     @hooked
@@ -64,8 +69,7 @@ class MechanicOptimizer(Scheduled):
         """Algorithm 1. A step whose gradient is not finite, or an outlier, or not there at all, changes nothing.
 
         With `max_grad_norm` base and tuner see the gradients clipped, as if `torch.nn.utils.clip_grad_norm_` had come
-        before; so does SGD where gradients grow fast (`mechanic_plugins.core.gradients`). The gradients themselves are
-        left in either state: the step scales them in place where it has to.
+        before. The gradients themselves are left in either state: the step scales them in place where it has to.
 
         A parameter without a gradient still follows the scale, unless its `requires_grad` is False. At a learning rate
         of 0 in every group the weights and the scale stay where they are.
@@ -79,8 +83,6 @@ class MechanicOptimizer(Scheduled):
             self._make_dry_run()
             return loss
         self._calls += 1
-        if self._decision is None:
-            self._learn_length()
         return self._train(closure, loss, params)
 
     def _refuse_second_evaluation(self) -> None:
@@ -103,10 +105,17 @@ class MechanicOptimizer(Scheduled):
         reduction = self._counting(params).reduction if decision is None else Identity()
         with nullcontext() if reduction.spans_ranks else _tuner_restored_on_error(progress):
             if decision is None:
-                recording = self._recorder.find(
-                    plan, progress, max_grad_norm=self.max_grad_norm, spans_ranks=reduction.spans_ranks
+                new = self._new_tuners(progress)
+                recording = (
+                    None
+                    if new
+                    else self._recorder.find(
+                        plan, progress, max_grad_norm=self.max_grad_norm, spans_ranks=reduction.spans_ranks
+                    )
                 )
                 sums = self._sums(plan, progress) if recording is None else recording.sums()
+                if new:
+                    plan.add_sizes(sums, new)
                 reduced = reduction.start(sums)
                 started = plan.start(closure)
                 sums = reduced()
@@ -132,8 +141,20 @@ class MechanicOptimizer(Scheduled):
         return plan.sums(**self._about_sums(progress))
 
     def _about_sums(self, progress: Progress) -> dict[str, Any]:
-        state = progress.tuner.s
-        return {"tuners": len(state), "device": state.device, "with_dx": self.settings.s_decay != 0}
+        state = progress.tuner
+        return {"tuners": len(state), "device": state.device, "with_dx": bool(self.settings.s_decay)}
+
+    def _new_tuners(self, progress: Progress) -> list[int]:
+        """Those that have not seen a gradient yet. Waits for the device until all have, mostly once."""
+        if self.settings.rule != "relative" or (self._sized is progress and self._tuners_sized == len(progress.tuner)):
+            return []
+        if is_capturing(progress.tuner.device):
+            return list(range(len(progress.tuner))) if progress.unit == 0 else []
+        sizes = progress.tuner.column("size")[:, 0].tolist()
+        new = [index for index, size in enumerate(sizes) if size == 0]
+        if not new:
+            self._sized, self._tuners_sized = progress, len(progress.tuner)
+        return new
 
     def _was_false_start(self, vector: Tensor, progress: Progress) -> bool:
         """Whether the one gradient so far was an outlier beside this one. The weights have not moved yet.
@@ -143,30 +164,30 @@ class MechanicOptimizer(Scheduled):
         GPU, which would have to be waited for, only the second call looks.
         """
         on_cpu = vector.device.type == "cpu"
-        if self.settings.rule != "optimistic" or not (on_cpu or self._calls == 2) or is_capturing(vector.device):
+        if self.settings.rule != "relative" or not (on_cpu or self._calls == 2) or is_capturing(vector.device):
             return False
         if self._has_history or self.count is not None:
             return False
-        is_second = progress.tuner.gradients.max() == 1
-        if on_cpu and not is_second:
+        if progress.tuner.column("gradients").max() != 1:
             return False
-        if self.max_grad_norm is not None:
-            vector, _ = clipped(vector, self.max_grad_norm)
-        norms = Sums.of_vector(vector).gg.sqrt()
-        return bool(is_second & was_outlier(progress.tuner.longest, norms).any())
+        numbers = vector.tolist()
+        clip = clip_factor(numbers, self.max_grad_norm)
+        norms = [clip * math.sqrt(square) if square >= 0 else 0.0 for square in numbers[1 : -1 : len(SUMS)]]
+        longest = progress.tuner.column("longest")[:, 0].tolist()
+        return any(0 < OUTLIER * norm < before for norm, before in zip(norms, longest, strict=True))
 
     def _forget_start(self, progress: Progress) -> None:
         """Begins anew with this step: the outlier would stay in the base's moments, and in delta."""
         self.state.clear()
         self._passes = Passes(self.base, self.backend)  # the plans hold what was cleared
         progress.tuner = initial_state(
-            self._units.constants(progress), tuners=len(progress.tuner.s), device=progress.tuner.s.device
+            self._units.constants(progress), tuners=len(progress.tuner), device=progress.tuner.device
         )
         progress.steps = torch.zeros_like(progress.steps)
+        progress.unit, self._sized = 0.0, None
 
     def decide(self, sums: Tensor) -> Decision:
         """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
-        self._learn_length()
         return self._decide(sums, self._progress)
 
     def _decide(self, sums: Tensor, progress: Progress) -> Decision:
@@ -239,7 +260,12 @@ class MechanicOptimizer(Scheduled):
         entries = [
             Entry(param_state.x, group, param_state, progress.tuner_of(group), 1.0) for group, param_state in parts
         ]
-        return self._passes.sums(entries, **self._about_sums(progress))
+        sums, new = self._passes.sums(entries, **self._about_sums(progress)), self._new_tuners(progress)
+        make_room(sums, new)
+        for entry in entries:
+            if entry.tuner_index in new:
+                add_sizes(sums, entry.tuner_index, [entry.param_state.x], [entry.param_state.grad], 1.0)
+        return sums
 
     # ---------------------------------------------------------------- the dry run of torch.distributed.checkpoint
 

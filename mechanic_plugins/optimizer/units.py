@@ -44,7 +44,16 @@ class Units:
             self.settle(progress)
         if progress.unit == 0 and peak > 0:
             progress.unit, progress.unit_since = peak, progress.steps.clone()
+            self._note_peaks(progress)
         return progress.unit > 0
+
+    def _note_peaks(self, progress: Progress) -> None:
+        """The highest lr of a schedule, where its groups say so: a warm-up is then a warm-up."""
+        highest = progress.tuner.column("lr")
+        for group in self.base.param_groups:
+            lrs = [group.get(key) for key in ("lr", "initial_lr", "max_lr")]
+            known = max(float(lr) for lr in lrs if lr is not None) if any(lr is not None for lr in lrs) else 1.0
+            highest[progress.tuner_of(group)].clamp_(min=known)
 
     def settle(self, progress: Progress) -> None:
         """Takes the unit back if no step was applied with it. Synchronises with the device, once in a run."""

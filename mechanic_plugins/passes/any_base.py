@@ -91,7 +91,7 @@ class AnyBasePlan(Plan):
         return [self._chunks_for_step()[0].snapshot()]
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
-        chunks, scales = self._chunks_for_step(), decision.scales()
+        chunks, scales = self._chunks_for_step(), decision.table
         for batch in self.batches:
             batch.begin_moves([part for chunk in chunks for other, part in chunk.parts if other is batch])
         with (
@@ -131,7 +131,7 @@ class AnyBasePlan(Plan):
             grads = [grad for batch in self.batches for grad in batch.grads() if grad is not None]
             before = [grad.clone() for grad in grads] if changes else []
             for batch in self.batches:
-                clip(batch.grads(), factor[batch.tuner_index] if factor.dim() else factor)
+                clip(batch.grads(), factor)
             try:
                 yield None
             except BaseException:

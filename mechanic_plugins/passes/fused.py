@@ -165,7 +165,7 @@ class FusedPlan(Plan):
         return can_fuse(self.base) and super().is_current()
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
-        scales = decision.scales()
+        scales = decision.table
         for batch in self.batches:
             batch.apply(scales, batch.lr(unit))
         self.finish()

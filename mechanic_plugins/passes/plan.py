@@ -20,6 +20,7 @@ from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
 from mechanic_plugins.kernels.batch import TensorBatch
 from mechanic_plugins.kernels.foreach import ForeachBatch
+from mechanic_plugins.kernels.sizes import add_sizes, make_room
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.passes.deltas import complete
 from mechanic_plugins.passes.kept import KeptState
@@ -45,33 +46,24 @@ class Entry(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a step will do: whether it is made, and for each tuner the scale that was and will be played.
+    """What a step will do.
 
-    `delta_factor` multiplies delta, so that only part of it, or none, is re-applied at the new scale. `clip`, 0-dim or
-    for each tuner, multiplies the gradients that the base sees; None leaves them as they are. `step`, 0-dim, counts the
-    steps made.
+    `table` has a row for each tuner: the scale that was and that will be played, whether the step is made, what delta
+    and the gradients are multiplied by, and the steps so far.
     """
 
     applied: bool | Tensor
-    before: Tensor
-    after: Tensor
-    delta_factor: Tensor
-    clip: Tensor | None = None
-    step: Tensor | None = None
-    packed: Tensor | None = None
+    table: Tensor
+    has_clip: bool
 
-    def scales(self) -> Tensor:
-        """Before, after, whether the step is made, what delta and gradients are multiplied by, and the steps so far.
+    @property
+    def after(self) -> Tensor:
+        return self.table[:, 1]
 
-        One row for each tuner.
-        """
-        if self.packed is not None:
-            return self.packed
-        made = torch.as_tensor(self.applied, dtype=self.before.dtype, device=self.before.device)
-        clip = torch.ones_like(made) if self.clip is None else self.clip
-        step = torch.zeros_like(made) if self.step is None else self.step
-        rows = (self.before, self.after, made, self.delta_factor, clip, step)
-        return torch.stack([row.expand_as(self.before) for row in rows], dim=1)
+    @property
+    def clip(self) -> Tensor | None:
+        """What multiplies the gradients that the base sees, 0-dim; None leaves them as they are."""
+        return self.table[0, 4] if self.has_clip else None
 
 
 class ParamBatch:
@@ -244,6 +236,13 @@ class Plan:
         for batch in self.batches:
             batch.add_sums(out, with_dx=with_dx)
         return out
+
+    def add_sizes(self, out: Tensor, tuners: Collection[int]) -> None:
+        """The sums of these tuners' first step, beside gg: see `kernels.sizes`. Delta is 0 then, and all others are."""
+        make_room(out, tuners)
+        for batch in self.batches:
+            if batch.tuner_index in tuners:
+                add_sizes(out, batch.tuner_index, batch.xs(), batch.grads(), batch.weight)
 
     def start(self, closure: Closure | None) -> list[Any]:
         """What of `apply` needs no decision, to be done while the sums travel. `apply` takes it out of the list."""

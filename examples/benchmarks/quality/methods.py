@@ -71,15 +71,11 @@ class Method:
         return tuple(problem.lrs) if self.lrs is None else self.lrs
 
 
-def mechanic(*lrs: float, tell_steps: bool = True, **options: Any) -> Method:
-    """Mechanic with these options, at these learning rates of the base.
-
-    It is told the number of steps, as the plugins of the frameworks do.
-    """
+def mechanic(*lrs: float, **options: Any) -> Method:
+    """Mechanic with these options, at these learning rates of the base."""
 
     def build(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
-        told = {"total_steps": problem.steps} if tell_steps else {}
-        return mechanize(base_optimizer(problem, member, lr), **told, **options)
+        return mechanize(base_optimizer(problem, member, lr), **options)
 
     return Method(build, lrs or (1.0,))
 
@@ -126,17 +122,7 @@ METHODS: dict[str, Method] = {
     "mechanic": mechanic(),
     "mechanic, other lrs": mechanic(1e-6, 1e-3, 10.0),
     "mechanic but bfloat16 delta": mechanic(delta_dtype=torch.bfloat16),
-    "mechanic, preset paper": mechanic(tell_steps=False, preset="paper"),
-    "mechanic, preset 0.1": mechanic(tell_steps=False, preset="0.1"),
-    "mechanic but total_steps untold": mechanic(tell_steps=False),
-    "mechanic but hindsight 1": mechanic(hindsight=1.0),
-    "mechanic but hindsight 0.1": mechanic(hindsight=0.1),
-    "mechanic but hindsight 0": mechanic(hindsight=0.0),
-    "mechanic but smoothing 0": mechanic(smoothing=0.0),
-    "mechanic but first_move 1e-4": mechanic(first_move=1e-4),
-    "mechanic but own_warmup off": mechanic(own_warmup=False),
-    "mechanic but s_decay 0.01": mechanic(s_decay=0.01),
-    "mechanic but s_decay 0.1": mechanic(s_decay=0.1),
+    "mechanic, rule paper": mechanic(rule="paper"),
     "mechanic_pytorch": Method(_mechanic_pytorch, package="mechanic_pytorch", bases=("adamw", "adam", "sgd", "lion")),
     "prodigy": Method(_prodigy, package="prodigyopt", bases=("adamw",)),
     "d-adaptation": Method(_dadapt, package="dadaptation", bases=("adamw", "adam", "sgd", "lion")),

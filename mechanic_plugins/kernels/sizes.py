@@ -1,0 +1,44 @@
+"""What the default rule measures once, with the first gradient: how large weights are, and how many are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core.tuner_state import SUMS, sums_of
+
+__all__ = ["add_sizes", "make_room"]
+
+_ROOTS, _NONZERO, _TOUCHED = (SUMS.index(name) for name in ("xx", "dx", "dp"))
+
+
+def make_room(out: Tensor, tuners: Collection[int]) -> None:
+    """The places of what `add_sizes` adds, in a step in which these tuners' delta is 0."""
+    for index in tuners:
+        sums_of(out, index)[[_ROOTS, _NONZERO, _TOUCHED]] = 0.0
+
+
+def add_sizes(
+    out: Tensor, tuner_index: int, xs: Sequence[Tensor], grads: Sequence[Tensor | None], weight: float
+) -> None:
+    """Adds three sums where a tuner's <x, x>, <d, x> and <d, p> would be.
+
+    They are the sum of |x|^(1/2), the number of weights that are not 0, and of gradients that are not 0, over the
+    parameters that have a gradient. Each may be a part of a parameter: ranks add theirs up.
+    """
+    sums = sums_of(out, tuner_index)
+    for x, grad in zip(xs, grads, strict=True):
+        if grad is None:
+            continue
+        x, grad = _real(x.detach()), _real(grad)
+        roots = x.abs().to(torch.promote_types(x.dtype, torch.float32)).sqrt_().sum(dtype=torch.float64)
+        counts = x.count_nonzero(), grad.count_nonzero()
+        for place, value in zip((_ROOTS, _NONZERO, _TOUCHED), (roots, *counts), strict=True):
+            sums[place] += weight * value.to(sums)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex number is two weights."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -1,0 +1,168 @@
+"""The default rule, written slowly and obviously in float64. It judges the package and shares nothing with it.
+
+Nothing is kept of the past moves but where the weights are: D = x - x_ref. For the parameters that share a scale:
+
+    size  = sqrt(gradients that are not 0) * (mean of |x|^(1/2) over the weights that are not 0)^2
+    U     = the largest |D| / sum(S * lr) so far; before the first move |u| / lr of the update that is not made
+    z     = -<D, g>, with the gradient of the penalty in g, where the base adds one
+    rho   = sum(z) / sqrt(sum(z^2) * (n + 20)), where the sums and n fade by 1 - 1 / (20 + n_total / 4) a step
+    S     = 0.04 * size / (highest lr * U) * exp(4 * rho)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from reference import Around, BaseFactory, Tensors, Vector, inner
+from torch import Tensor
+
+
+class Rule:
+    """The parameters that share one scale, and all that is known of them."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+        self.longest = 0.0  # outlives a false start no more than the rest does
+        self.S = 0.0
+        self.h = 0.0  # z per unit of S
+        self.highest_lr = 0.0
+        self.gradients = 0
+        self.size = 0.0
+        self.U = 0.0
+        self.path = 0.0
+        self.r = self.v = self.m = 0.0
+
+    def measure(self, x: Tensors, g: Tensors) -> None:
+        """Once, over the parameters that have a gradient."""
+        roots = sum(p.abs().sqrt().sum().item() for p in x)
+        nonzero = sum(int((p != 0).sum()) for p in x)
+        touched = sum(int((p != 0).sum()) for p in g)
+        typical = (roots / nonzero) ** 2 if nonzero else 1.0
+        self.size = math.sqrt(touched) * typical
+
+    def gather(self, z: float) -> None:
+        kept = 1 - 1 / (20 + 0.25 * self.gradients)
+        self.r = kept * self.r + z
+        self.v = kept * self.v + z**2
+        self.m = kept * self.m + 1
+
+    def choose(self) -> None:
+        if self.U == 0 or self.highest_lr == 0:
+            return
+        rho = self.r / math.sqrt(self.v * (self.m + 20)) if self.v > 0 else 0.0
+        self.S = 0.04 * self.size / (self.highest_lr * self.U) * math.exp(4 * rho)
+
+
+class Default(Around):
+    """Mechanic by the default rule."""
+
+    def __init__(self, params: Tensors, base_factory: BaseFactory, *, rule: str = "relative", **options: Any) -> None:
+        assert rule == "relative"
+        super().__init__(params, base_factory, **options)
+        self.waiting = [torch.zeros_like(p) for p in self.x_ref]  # updates that were not made
+        self.parts = [Rule(share) for share in self.shares]
+        self.has_begun = False  # whether a learning rate above 0 was seen
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """Steps from the weights x_t, at which the gradients were taken, to x_{t+1}."""
+        grads = self.clipped(grads)
+        g = self.minimised_gradients(grads)
+        norms = [self.norm_of(part, g) for part in self.parts]
+        if max(part.gradients for part in self.parts) == 1 and any(
+            0 < 100 * norm < part.longest for part, norm in zip(self.parts, norms, strict=True)
+        ):
+            self.begin_anew()
+        outliers = [norm > 100 * part.longest > 0 for part, norm in zip(self.parts, norms, strict=True)]
+        for part, norm, is_outlier in zip(self.parts, norms, outliers, strict=True):
+            part.longest = 10 * part.longest if is_outlier else max(part.longest, norm)
+        if any(outliers):
+            self.skipped += 1
+            return
+        self.had_grad = [had or grad is not None for had, grad in zip(self.had_grad, grads, strict=True)]
+        u = self.base_update(grads)
+        self.note_first_lrs()
+        self.begin()
+        for part, norm in zip(self.parts, norms, strict=True):
+            lr, held = self.lr_of(part.indices), self.is_held()
+            part.highest_lr = max(part.highest_lr, lr)
+            was = part.S
+            if not held:
+                self.tune(part, grads, g, norm)
+            self.move(part, was, u, lr)
+
+    def begin(self) -> None:
+        """At the first learning rate above 0: the highest lr, where a schedule has announced it."""
+        if self.has_begun or not any(group.get("initial_lr", group["lr"]) > 0 for group in self.base.param_groups):
+            return
+        self.has_begun = True
+        for part in self.parts:
+            for group in self.base.param_groups:
+                if set(self.indices_of(group)) & set(part.indices):
+                    announced = (group.get(key) or 0.0 for key in ("lr", "initial_lr", "max_lr"))
+                    part.highest_lr = max(part.highest_lr, *map(float, announced))
+
+    def is_held(self) -> bool:
+        return all(float(group["lr"]) == 0 for group in self.base.param_groups)
+
+    def tune(self, part: Rule, grads: Sequence[Tensor | None], g: Tensors, norm: float) -> None:
+        mine = [i for i in part.indices if self.had_grad[i]]
+        D = [self.x[i] - self.x_ref[i] if part.S > 0 else self.waiting[i] for i in mine]
+        pull = [g[i] + self.penalty_of(i) * self.x[i] for i in mine]
+        part.h = inner(D, pull) / (part.S or 1.0)
+        if norm == 0:
+            return
+        if part.size == 0:
+            with_gradient = [i for i in part.indices if grads[i] is not None]
+            part.measure([self.x[i] for i in with_gradient], [g[i] for i in with_gradient])
+            part.h = 0.0
+        elif part.path > 0:
+            part.U = max(part.U, math.sqrt(inner(D, D)) / part.path)
+        if part.S > 0:
+            part.gather(-inner(D, pull))
+        part.gradients += 1
+        part.choose()
+        part.S = min(part.S, self.max_scale)
+
+    def move(self, part: Rule, was: float, u: Tensors, lr: float) -> None:
+        for i in part.indices:
+            if part.S > 0:
+                self.x[i] = self.x[i] + part.S * u[i]
+            else:
+                self.waiting[i] = self.waiting[i] + u[i]
+        if part.S > 0:
+            part.path = (part.path if was > 0 else 0.0) + part.S * lr
+        elif lr > 0:
+            part.path = lr
+
+    def begin_anew(self) -> None:
+        """The only gradient so far was a hundred times as long as this one: it is forgotten."""
+        groups = self.base.param_groups
+        self.base = self.base_factory(self.copies)
+        for new, old in zip(self.base.param_groups, groups, strict=True):
+            new.update({key: value for key, value in old.items() if key != "params"})
+        self.waiting = [torch.zeros_like(p) for p in self.x_ref]
+        self.had_grad = [False for _ in self.x]
+        self.parts = [Rule(part.indices) for part in self.parts]
+        self.has_begun = False
+
+    def norm_of(self, part: Rule, g: Tensors) -> float:
+        """Of the part's gradient."""
+        mine = [g[i] for i in part.indices]
+        return math.sqrt(inner(mine, mine))
+
+    def penalty_of(self, i: int) -> float:
+        """The weight decay of a parameter, where the base adds it to the gradient."""
+        added_by = ("SGD", "Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "ASGD")
+        kind = next(kind for kind in type(self.base).__mro__ if kind.__module__.startswith("torch.optim"))
+        group = next(group for group in self.base.param_groups if i in self.indices_of(group))
+        is_added = kind.__name__ in added_by and not group.get("decoupled_weight_decay", False)
+        return float(group["weight_decay"]) if is_added else 0.0
+
+    def vectors(self, name: str) -> Vector:
+        """S, or the sums of z, z^2 and 1 (r, v, m): one entry, or with scope="group" a row for each group."""
+        rows = np.array([[getattr(part, name.replace("s", "S"))] for part in self.parts])
+        return rows if self.scope == "group" else rows[0]
