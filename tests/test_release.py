@@ -143,7 +143,7 @@ def test_16_bit_weights_are_stepped_as_the_base_alone_does() -> None:
 def test_a_plain_checkpoint_and_demechanize_see_the_base_alone() -> None:
     run = Run("AdamW").train(0, 30)
     run.optimizer.freeze(release=True)
-    learned = run.optimizer.effective_lrs
+    learned = run.optimizer.learned_lrs
     base = demechanize(run.optimizer)
     assert type(base) is torch.optim.AdamW
     assert [group["lr"] for group in base.param_groups] == pytest.approx(learned)

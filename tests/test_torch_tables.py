@@ -70,7 +70,7 @@ def descend(
 
 
 def mechanized(base: torch.optim.Optimizer) -> MechanicOptimizer:
-    return mechanize(base, s_init=1e-2)  # large, so that few steps get somewhere
+    return mechanize(base)
 
 
 def build(info: Any, index: int, weights: list[Tensor]) -> MechanicOptimizer:
