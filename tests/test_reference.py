@@ -280,9 +280,9 @@ def default(start: Tensor, lr: float = 1.0, **options: Any) -> Default:
 
 
 def test_the_default_rule_by_hand() -> None:
-    # x = (1, 0, 4): the mean root of the two that are not 0 is 1.5. Two elements have a gradient: size = sqrt(2) 1.5^2.
+    # x = (1, 0, 4): 4 counts as 1, and so does the mean of those that are not 0. Two elements have a gradient.
     # g = (3, 4, 0): u = -(3, 4, 0) is not made. Then U = 5 / 2 with lr 2, and S = PRIOR size / (2 * 2.5).
-    size = math.sqrt(2) * 2.25
+    size = math.sqrt(2)
     judge, x_0 = default(vector(1.0, 0.0, 4.0), 2.0), vector(1.0, 0.0, 4.0)
     judge.step([vector(1.5, 2.0, 0.0)])
     assert torch.equal(judge.x[0], x_0)
@@ -322,11 +322,11 @@ def test_the_highest_lr_is_the_announced_one(key: str) -> None:
 
 
 def test_a_penalty_by_hand() -> None:
-    # x = 4, weight decay 0.5, g = 1: U = 3, S = PRIOR * 4 / 3. Then D = -S * 3, and z = 3 S * (1 + x / 2).
+    # x = 4, which counts as 1, weight decay 0.5, g = 1: U = 3, S = PRIOR / 3. Then D = -S * 3, and z = 3 S * (1 + x / 2).
     judge = default(vector(4.0), weight_decay=0.5)
     for _ in range(3):
         judge.step([vector(1.0)])
-    S = PRIOR * 4 / 3
+    S = PRIOR / 3
     assert judge.parts[0].r == pytest.approx(3 * S * (1 + (4 - 3 * S) / 2), rel=1e-14)
     assert judge.parts[0].h == pytest.approx(-3 * (1 + (4 - 3 * S) / 2), rel=1e-14)
 

@@ -64,8 +64,8 @@ def walk(seed: int, steps: int, lr: float = 1.0, factor: float = 1.0) -> list[fl
 
 
 def test_the_default_rule_by_hand() -> None:
-    """With lr 0.5: size = 1.5^2 * 2; U = 1 / 0.5; S_1 = PRIOR * size. Then z = 3 S_1, rho = 1 / sqrt(21)."""
-    rows, s_1 = rows_of(Settings()), PRIOR * 4.5
+    """With lr 0.5: size = sqrt(4 * 3 / 2); U = 1 / 0.5; S_1 = PRIOR * size. Then z = 3 S_1, rho = 1 / sqrt(21)."""
+    rows, s_1 = rows_of(Settings()), PRIOR * math.sqrt(6)
     assert step(rows, FIRST, lrs=[0.5]).afters == [0.0]
     outcome = step(rows, STEPS[0], lrs=[0.5])
     assert outcome == Outcome(True, False, 1.0, [0.0], [pytest.approx(s_1, rel=1e-15)], [0.0])
