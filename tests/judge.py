@@ -1,7 +1,7 @@
-"""The reference among everything that a training loop does beside steps; for tests that draw such things at random.
+"""The judges among everything that a training loop does beside steps; for tests that draw such things at random.
 
-A thin layer: Algorithm 1 stays in tests/reference.py. Here is what the package promises around it: steps that are not
-made, parameters that are frozen, groups that come late, and a scale that is held.
+A thin layer: the rules stay in tests/reference.py and tests/reference_default.py. Here is what the package promises
+around them: steps that are not made, parameters that are frozen, groups that come late, and a scale that is held.
 """
 
 from __future__ import annotations
@@ -11,35 +11,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from reference import Reference
+from reference import Around, Reference
+from reference_default import Default, Rule
 from torch import Tensor
 
 
-class Judge(Reference):
+class Loop(Around):
     """`trains[i]` says whether parameter i may move, `frozen` whether the scale is held."""
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        base_factory: Any,
-        *,
-        counted_from_the_start: bool,
-        ignores_lr: bool,
-        **options: Any,
-    ) -> None:
-        super().__init__(params, base_factory, **options)
+    parts: list[Any]
+
+    def __init__(self, *args: Any, counted_from_the_start: bool, ignores_lr: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.blank = copy.deepcopy(self.parts[-1])
         self.counted_from_the_start = counted_from_the_start
         self.had_grad = [counted_from_the_start for _ in self.x]
         self.trains = [True for _ in self.x]
+        self.ignores_lr = ignores_lr
         self.frozen = False
-        self.steps = self.skipped = 0
-        self.holds_at_zero = options.get("rule", "paper") in ("paper", "theory") and not ignores_lr
+        self.steps = 0
 
     @property
     def played(self) -> list[float]:
         """What each group's updates are multiplied by."""
-        played = [part.played for part in self.parts]
+        played = [part.S for part in self.parts]
         return played if self.scope == "group" else played * len(self.base.param_groups)
 
     def add_group(self, params: Sequence[Tensor], **group: Any) -> None:
@@ -47,7 +42,7 @@ class Judge(Reference):
         for p in params:
             self.x_ref.append(p.detach().to(torch.float64, copy=True))
             self.x.append(self.x_ref[-1].clone())
-            self.Delta.append(torch.zeros_like(self.x_ref[-1]))
+            self.updates().append(torch.zeros_like(self.x_ref[-1]))
             self.copies.append(self.x_ref[-1].clone())
             self.had_grad.append(self.counted_from_the_start)
             self.trains.append(True)
@@ -55,14 +50,8 @@ class Judge(Reference):
         new = list(range(first, len(self.x)))
         if self.scope == "all":
             self.parts[0].indices = [*self.parts[0].indices, *new]
-            return
-        part = copy.deepcopy(self.blank)
-        part.indices = new
-        if self.c is not None:
-            part.tuner.s_init /= self.c
-            part.tuner.s = part.tuner.s / self.c
-            part.tuner.eps *= self.c
-        self.parts.append(part)
+        else:
+            self.parts.append(self.late_part(new))
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         present = [g for g in grads if g is not None]
@@ -71,35 +60,84 @@ class Judge(Reference):
             return
         if not present:
             return
+        skipped, had = self.skipped, self.had_grad
+        before = [(x.clone(), x_ref.clone()) for x, x_ref in zip(self.x, self.x_ref, strict=True)]
+        scales = {i: part.S for part in self.parts for i in part.indices}
+        self.had_grad = [seen and trains for seen, trains in zip(had, self.trains, strict=True)]
+        self.tuned_step(grads)
+        if self.skipped > skipped:
+            self.had_grad = had
+            return
         self.steps += 1
-        before = [
-            (x.clone(), delta.clone(), had) for x, delta, had in zip(self.x, self.Delta, self.had_grad, strict=True)
-        ]
-        self.had_grad = [had and trains for had, trains in zip(self.had_grad, self.trains, strict=True)]
-        if self.frozen or (self.holds_at_zero and self._is_lr_zero()):
-            self._step_at_this_scale(grads)
-        else:
-            super().step(grads)
-        self._put_back_frozen(before)
+        for part in self.parts:
+            for i in (i for i in part.indices if not self.trains[i]):
+                self.put_back(i, *before[i], scales[i], part.S)
+                self.had_grad[i] = had[i]
 
-    def _is_lr_zero(self) -> bool:
-        return all(float(group["lr"]) == 0 for group in self.base.param_groups)
+    def is_held(self) -> bool:
+        is_lr_zero = all(float(group["lr"]) == 0 for group in self.base.param_groups)
+        return self.frozen or (is_lr_zero and not self.ignores_lr)
 
-    def _step_at_this_scale(self, grads: Sequence[Tensor | None]) -> None:
+
+class PublishedLoop(Loop, Reference):
+    def updates(self) -> list[Tensor]:
+        return self.Delta
+
+    def late_part(self, indices: list[int]) -> Any:
+        part = copy.deepcopy(self.blank)
+        part.indices = indices
+        if self.c is not None:
+            part.tuner.s_init /= self.c
+            part.tuner.s = part.tuner.s / self.c
+            part.tuner.eps *= self.c
+        return part
+
+    def tuned_step(self, grads: Sequence[Tensor | None]) -> None:
+        starts_at_zero = self.parts[0].tuner.rule in (self.parts[0].tuner.paper, self.parts[0].tuner.theory)
+        if not (self.frozen or (starts_at_zero and self.is_held())):
+            Reference.step(self, grads)
+            return
         self.had_grad = [had or g is not None for had, g in zip(self.had_grad, grads, strict=True)]
         u = self.base_update(grads)
         self.find_c()
-        self.note_first_lrs()
         for part in self.parts:
-            if part.own_warmup:
-                part.highest_lr = max(part.highest_lr, self.lr_of(part))
             for i in part.indices:
                 self.Delta[i] = self.Delta[i] + u[i]
-                self.x[i] = self.x_ref[i] + part.played * self.Delta[i]
+                self.x[i] = self.x_ref[i] + part.S * self.Delta[i]
 
-    def _put_back_frozen(self, before: Sequence[tuple[Tensor, Tensor, bool]]) -> None:
-        """They stand where they stood, and will go on from there."""
-        for part in self.parts:
-            for i in (i for i in part.indices if not self.trains[i]):
-                self.x[i], self.Delta[i], self.had_grad[i] = before[i]
-                self.x_ref[i] = self.x[i] - part.played * self.Delta[i]
+    def put_back(self, i: int, x: Tensor, x_ref: Tensor, was: float, now: float) -> None:
+        """It stands where it stood, and will go on from there."""
+        self.x[i] = x
+        self.x_ref[i] = x - now * self.Delta[i]
+
+
+class DefaultLoop(Loop, Default):
+    has_history = False
+
+    def updates(self) -> list[Tensor]:
+        return self.waiting
+
+    def late_part(self, indices: list[int]) -> Any:
+        return Rule(indices)
+
+    def lr_of(self, share: list[int]) -> float:
+        return 1.0 if self.ignores_lr else super().lr_of(share)
+
+    def tuned_step(self, grads: Sequence[Tensor | None]) -> None:
+        Default.step(self, grads)
+
+    def begin_anew(self) -> None:
+        """Not where the base had a state before the first step."""
+        if not self.counted_from_the_start and not self.has_history:
+            super().begin_anew()
+            self.steps = 0
+
+    def put_back(self, i: int, x: Tensor, x_ref: Tensor, was: float, now: float) -> None:
+        """It stands where it stood; what it has come so far is kept in units of the scale."""
+        come = (x - x_ref) / was if was > 0 else self.waiting[i]
+        self.x[i] = x
+        self.x_ref[i] = x - now * come if now > 0 else x_ref
+
+
+def Judge(*args: Any, rule: str, **options: Any) -> Any:
+    return DefaultLoop(*args, **options) if rule == "relative" else PublishedLoop(*args, rule=rule, **options)

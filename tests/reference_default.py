@@ -2,11 +2,11 @@
 
 Nothing is kept of the past moves but where the weights are: D = x - x_ref. For the parameters that share a scale:
 
-    size  = sqrt(gradients that are not 0) * (mean of |x|^(1/2) over the weights that are not 0)^2
+    size  = sqrt(gradients that are not 0) * root of the mean of min(|x|, 1)^2 over the weights that are not 0
     U     = the largest |D| / sum(S * lr) so far; before the first move |u| / lr of the update that is not made
     z     = -<D, g>, with the gradient of the penalty in g, where the base adds one
     rho   = sum(z) / sqrt(sum(z^2) * (n + 20)), where the sums and n fade by 1 - 1 / (20 + n_total / 4) a step
-    S     = 0.04 * size / (highest lr * U) * exp(4 * rho)
+    S     = PRIOR * size / (highest lr * U) * exp(4 * rho)
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import numpy as np
 import torch
 from reference import Around, BaseFactory, Tensors, Vector, inner
 from torch import Tensor
+
+PRIOR = 0.015
+"""What an update should change of a typical weight."""
 
 
 class Rule:
@@ -38,10 +41,10 @@ class Rule:
 
     def measure(self, x: Tensors, g: Tensors) -> None:
         """Once, over the parameters that have a gradient."""
-        roots = sum(p.abs().sqrt().sum().item() for p in x)
+        squares = sum(p.clamp(-1, 1).square().sum().item() for p in x)
         nonzero = sum(int((p != 0).sum()) for p in x)
         touched = sum(int((p != 0).sum()) for p in g)
-        typical = (roots / nonzero) ** 2 if nonzero else 1.0
+        typical = math.sqrt(squares / nonzero) if nonzero else 1.0
         self.size = math.sqrt(touched) * typical
 
     def gather(self, z: float) -> None:
@@ -54,7 +57,7 @@ class Rule:
         if self.U == 0 or self.highest_lr == 0:
             return
         rho = self.r / math.sqrt(self.v * (self.m + 20)) if self.v > 0 else 0.0
-        self.S = 0.04 * self.size / (self.highest_lr * self.U) * math.exp(4 * rho)
+        self.S = PRIOR * self.size / (self.highest_lr * self.U) * math.exp(4 * rho)
 
 
 class Default(Around):

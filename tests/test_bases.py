@@ -97,38 +97,6 @@ def test_lion_passes_over_a_group_without_gradients() -> None:
     assert (b == 1).all()
 
 
-class SGDW(TextbookLion): ...
-
-
-class PID(TextbookLion): ...
-
-
-class AggMo(TextbookLion): ...
-
-
-class QHM(TextbookLion): ...
-
-
-class Pidgin(TextbookLion): ...
-
-
-@pytest.mark.parametrize("cls", [SGDW, PID, AggMo, QHM, Pidgin])
-def test_bases_whose_steps_grow_with_the_gradient_start_carefully(cls: Any) -> None:
-    """pytorch_optimizer's names. PID started as AdamW does: its loss went from 0.2 to 43 within fifteen steps."""
-    settings = mechanize(cls([nn.Parameter(torch.ones(2))], lr=0.1)).settings
-    sgds = mechanize(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)).settings
-    careful = (settings.first_move, settings.hindsight) == (sgds.first_move, sgds.hindsight)
-    assert careful is (cls is not Pidgin)
-
-
-class SignSGD(torch.optim.SGD): ...
-
-
-@pytest.mark.parametrize(("cls", "expected"), [(TextbookLion, "signs"), (SignSGD, "signs"), (SGDW, "growing")])
-def test_what_the_steps_of_a_base_are_like(cls: Any, expected: str) -> None:
-    assert mechanize(cls([nn.Parameter(torch.ones(2))], lr=0.1)).settings.steps == expected
-
-
 class AdamWScheduleFree(torch.optim.SGD): ...
 
 
@@ -236,11 +204,3 @@ def test_a_base_that_is_mechanized_again_goes_on_with_its_tuner(keep: bool) -> N
     second.load_state_dict(saved)
     assert mechanize(base).scale.item() == scale
     assert mechanize(demechanize(second)).scale.item() == 0
-
-
-def test_another_number_of_betas_for_a_mechanized_base_is_refused() -> None:
-    p = nn.Parameter(torch.ones(8))
-    base = torch.optim.AdamW([p])
-    descend(mechanize(base), p, 3)
-    with pytest.raises(ValueError, match="pass the same betas"):
-        mechanize(base, betas=(0.9, 0.99))

@@ -13,12 +13,12 @@ import pytest
 import torch
 from optimizers import OPTIMIZERS, Row
 from problems import backward, differences, everything, perceptron, train
-from reference import Reference
+from reference_default import Default
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import clip_grad_norm_
 
-from mechanic_plugins import MechanicOptimizer, demechanize, mechanize
+from mechanic_plugins import MechanicOptimizer, Settings, demechanize, mechanize
 from mechanic_plugins.passes import any_base
 
 NORM = 0.35
@@ -58,7 +58,7 @@ class Both:
             for opt in self.opts:
                 opt.step()
             self.norms.append(norm.item())
-            seen, rtol = self.opts[0].grad_norm, 1e-12 if self._is_wide else 1e-2
+            seen, rtol = self.opts[0].grad_norm, 1e-12 if self._is_wide else 3e-2
             torch.testing.assert_close(seen, norm.double(), rtol=rtol, atol=0)
 
     @property
@@ -108,10 +108,9 @@ def test_every_base_sees_clipped_gradients(row: Row, variant: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"rule": "paper", "s_init": 1e-3, "s_decay": 0.1},
+        {"settings": Settings(rule="paper", s_init=1e-3, s_decay=0.1)},
         {"rule": "theory"},
         {"backend": "foreach"},
-        {"preset": "0.1"},
     ],
     ids=str,
 )
@@ -134,7 +133,7 @@ def test_the_reference_agrees(row: Row, scope: Any) -> None:
 
     x = [p.clone().requires_grad_() for p in start]
     opt = mechanize(build(x), scope=scope, max_grad_norm=5.0)
-    reference = Reference(start, build, scope=scope, max_grad_norm=5.0)
+    reference = Default(start, build, scope=scope, max_grad_norm=5.0)
     norms = []
     for step in range(60):
         for mine, theirs, sign in zip(x, reference.x, (1, -1, -1), strict=True):

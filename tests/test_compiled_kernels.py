@@ -16,8 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner_state import CLIP_EPS
+from mechanic_plugins.core import relative
+from mechanic_plugins.core.tuner import CLIP_EPS
 from mechanic_plugins.kernels import gpu_tuner
 from mechanic_plugins.kernels.triton_support import triton_type
 
@@ -85,23 +85,17 @@ def test_the_passes_around_any_base(dtype: torch.dtype, delta: torch.dtype) -> N
     assert_compiles(sums_kernel, sums, {**kinds, "gtype": kinds["xtype"], "NORMS": True, **cut})
 
 
-@pytest.mark.parametrize("rule", ["optimistic", "paper", "theory"])
+@pytest.mark.parametrize("rule", ["relative", "paper", "theory"])
 def test_the_tuner(rule: Any) -> None:
     from mechanic_plugins.kernels.triton_tuner import tuner_kernel
 
-    names = ("sums", "old", "new", "betas", "constants", "counters", "new_counters", "scales", "lrs")
+    names = ("sums", "old", "new", "constants", "counters", "new_counters", "scales", "lrs")
     types = {**dict.fromkeys(names, "*fp64"), "norm_high": "fp32", "norm_low": "fp32", "tuners": "i32"}
-    variant = gpu_tuner._variant(Settings.from_preset(rule=rule, max_scale=1.0))
-    flags = {
-        "FROZEN": False,
-        "CLIPS": True,
-        "LIMITS": rule == "optimistic",
-        "CLIP_EPS": CLIP_EPS,
-        "NUMBERS": 8,
-        "n": 6,
-        "N": 8,
-    }
-    assert_compiles(tuner_kernel, types, {**variant, **flags})
+    constants = ("PRIOR", "GAIN", "DOUBT", "MEMORY", "OUTLIER", "OUTLIER_GROWTH")
+    flags: dict[str, Any] = {name: getattr(relative, name) for name in constants}
+    flags |= {"RULE": gpu_tuner._RULES.index(rule), "HOLD": False, "CAPPED": True, "CLIPS": True, "CLIP_EPS": CLIP_EPS}
+    n = 1 if rule == "relative" else 6
+    assert_compiles(tuner_kernel, types, {**flags, "NUMBERS": 8, "n": n, "N": 1 if n == 1 else 8})
 
 
 @pytest.mark.parametrize("apart", [False, True])

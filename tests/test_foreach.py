@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mechanic_plugins import mechanize
+from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.kernels import foreach, foreach_sums
 
 COUNTED = ("aten::dot", "aten::cat", "aten::linalg_vector_norm", "aten::addcmul", "aten::lerp")
+PAPER = Settings(rule="paper", s_init=1e-3, s_decay=0.1)
 SHAPES = [(3, 5), (), (40,), (0, 2), (7, 2, 3, 3), (11,)]
 
 
@@ -44,7 +45,7 @@ def trained(dtype: torch.dtype, **options: Any) -> tuple[list[Tensor], float]:
 
 
 @pytest.mark.parametrize("row", [25, 10**6])
-@pytest.mark.parametrize("options", [{}, {"s_decay": 0.1, "hindsight": 1.0}, {"max_grad_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"settings": PAPER}, {"max_grad_norm": 0.5}], ids=str)
 def test_rows_lead_where_single_tensors_do(options: dict[str, Any], row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, scale = trained(torch.float64, **options)
     as_on_a_gpu(monkeypatch, row)
@@ -54,7 +55,7 @@ def test_rows_lead_where_single_tensors_do(options: dict[str, Any], row: int, mo
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("options", [{}, {"s_decay": 0.1, "hindsight": 1.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"settings": PAPER}], ids=str)
 @pytest.mark.parametrize("layout", ["plain", "transposed", "gaps"])
 def test_moves_by_the_kernel_of_sgd(layout: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It walks flat memory: it would write beside a tensor with gaps, or refuse it."""

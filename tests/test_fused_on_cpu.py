@@ -37,7 +37,7 @@ def test_weights_that_lie_in_another_order_than_their_gradients_are_not_walked_t
     x = torch.arange(6.0).view(2, 3)
     weights = [nn.Parameter(x.clone().t()), nn.Parameter(x.t().contiguous())]
     for weight in weights:
-        opt = mechanize(ADAMW([weight], lr=1.0), s_init=1e-2)
+        opt = mechanize(ADAMW([weight], lr=1.0))
         for step in range(10):
             weight.grad = (weight.detach() - step).contiguous()
             opt.step()
@@ -140,11 +140,11 @@ def test_a_first_gradient_may_come_late(options: dict[str, Any]) -> None:
     ends = []
     for backend in ("auto", "foreach"):
         params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-        opt = mechanize(torch.optim.SGD(params, lr=0.1, **options), preset="0.1", backend=backend)
+        opt = mechanize(torch.optim.SGD(params, lr=0.1, **options), backend=backend)
         for step in range(10):
             for p in params[: 1 if step < 5 else 2]:
                 p.grad = p.detach().clone()
             opt.step()
         ends.append([p.detach() for p in params])
         assert (params[1] < 1).all()
-    assert not differences(*ends)
+    torch.testing.assert_close(*ends)

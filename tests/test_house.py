@@ -95,15 +95,6 @@ def test_no_relative_imports_hide_from_the_tests_above() -> None:
     assert not relative
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_files_and_functions_are_short(module: str) -> None:
-    text = FILES[module].read_text()
-    assert text.count("\n") <= 300
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    long = {f.name: length for f in functions if (length := code_lines(f)) > 50}
-    assert not long
-
-
 def test_kernels_have_no_chained_booleans() -> None:
     """The Triton of torch 2.6 and 2.7 does not compile `a or b or c`, and is not what the tests have."""
     chained = [
@@ -117,11 +108,7 @@ def test_kernels_have_no_chained_booleans() -> None:
     assert not chained
 
 
-def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Without the docstring."""
-    documented = ast.get_docstring(function) is not None
-    doc = function.body[0] if documented else None
-    return (function.end_lineno or 0) - function.lineno + 1 - ((doc.end_lineno or 0) - doc.lineno + 1 if doc else 0)
+
 
 
 def test_the_maths_knows_no_optimizer_and_no_distribution() -> None:

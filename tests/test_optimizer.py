@@ -18,8 +18,8 @@ ADAMW = torch.optim.AdamW
 
 def test_a_class_gives_what_an_instance_gives() -> None:
     models = perceptron(), perceptron()
-    train(models[0], mechanize(ADAMW(models[0].parameters(), lr=0.1), s_decay=0.0), 20)
-    train(models[1], mechanize(ADAMW, s_decay=0.0)(models[1].parameters(), lr=0.1), 20)
+    train(models[0], mechanize(ADAMW(models[0].parameters(), lr=0.1), max_scale=10.0), 20)
+    train(models[1], mechanize(ADAMW, max_scale=10.0)(models[1].parameters(), lr=0.1), 20)
     assert not differences(models[0].state_dict(), models[1].state_dict())
 
 
@@ -72,7 +72,7 @@ def moves_in_a_step(model: torch.nn.Module, opt: torch.optim.Optimizer) -> float
 def test_pickle_and_deepcopy_train_on_alike_and_apart() -> None:
     """A scheduler plants a `step` on the instance: a copy that kept it would step the original."""
     model = perceptron()
-    opt = mechanize(ADAMW(model.parameters(), lr=0.5), s_decay=0.0, max_scale=10.0)
+    opt = mechanize(ADAMW(model.parameters(), lr=0.5), max_scale=10.0)
     torch.optim.lr_scheduler.StepLR(opt, step_size=10)
     train(model, opt, 20)
     twins = [copy.deepcopy((model, opt)), pickle.loads(pickle.dumps((model, opt)))]
@@ -107,7 +107,7 @@ def test_the_cap_holds_whatever_the_lr(lr: float, row: Row) -> None:
     train(model, free, 40)
     cap = free.scale.item() / 30
     model = perceptron()
-    opt = mechanize(row.build(model.parameters(), lr=lr), max_scale=cap, smoothing=0.0)  # which nears it for ever
+    opt = mechanize(row.build(model.parameters(), lr=lr), max_scale=cap)
     scales = []
     for step in range(40):
         train(model, opt, 1, first=step)
@@ -176,10 +176,10 @@ def test_the_scale_of_the_loss_does_not_matter_to_sgd(scale: float) -> None:
 
 
 def test_repr_shows_the_base_and_the_settings_but_no_vectors() -> None:
-    text = repr(mechanize(ADAMW(perceptron().parameters(), lr=0.5), s_decay=0.25))
+    text = repr(mechanize(ADAMW(perceptron().parameters(), lr=0.5), max_scale=0.25))
     assert text.startswith("Mechanic around AdamW (")
     assert "lr: 0.5" in text
-    assert "s_decay=0.25" in text
+    assert "max_scale=0.25" in text
     assert "mechanic_" not in text
 
 

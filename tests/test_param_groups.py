@@ -8,7 +8,7 @@ import pytest
 import torch
 from problems import backward, differences, everything, filled, perceptron, train, two_groups
 
-from mechanic_plugins import mechanize
+from mechanic_plugins import Settings, mechanize
 
 ADAMW = torch.optim.AdamW
 
@@ -46,7 +46,7 @@ def test_a_group_added_late_starts_at_its_own_weights(scope: Any, base: type[tor
     losses = train(model, opt, 60, first=30)
     assert sum(losses[-10:]) < sum(losses[:10])
     assert all(scale > 0 for scale in opt.scales.tolist())
-    assert opt.tuner.s.shape == ((2, 6) if scope == "group" else (6,))
+    assert opt.tuner.s.shape == ((2, 1) if scope == "group" else (1,))
 
 
 def test_the_lr_of_a_late_group_is_read_when_it_is_asked_for() -> None:
@@ -72,9 +72,9 @@ def test_a_group_that_the_base_refuses_changes_nothing() -> None:
 
 def test_each_group_of_scope_group_learns_as_if_alone() -> None:
     models = perceptron(torch.float64), perceptron(torch.float64)
-    together = mechanize(ADAMW(two_groups(models[0])), scope="group", normalize_lr=False)
+    together = mechanize(ADAMW(two_groups(models[0])), settings=Settings(scope="group", normalize_lr=False))
     groups = two_groups(models[1])
-    alone = [mechanize(ADAMW([group]), normalize_lr=False) for group in groups]
+    alone = [mechanize(ADAMW([group]), settings=Settings(normalize_lr=False)) for group in groups]
     for step in range(40):
         train(models[0], together, 1, first=step)
         backward(models[1], step)

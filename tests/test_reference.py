@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from reference import RULES, Reference, Tuner
-from reference_default import Default
+from reference_default import PRIOR, Default
 from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
@@ -280,14 +280,14 @@ def default(start: Tensor, lr: float = 1.0, **options: Any) -> Default:
 
 
 def test_the_default_rule_by_hand() -> None:
-    # x = (1, 0, 4): the mean root of the two that are not 0 is 1.5. Two elements have a gradient: size = sqrt(2) 1.5^2.
-    # g = (3, 4, 0): u = -(3, 4, 0) is not made. Then U = 5 / 2 with lr 2, and S = 0.04 size / (2 * 2.5).
-    size = math.sqrt(2) * 2.25
+    # x = (1, 0, 4): 4 counts as 1, and so does the mean of those that are not 0. Two elements have a gradient.
+    # g = (3, 4, 0): u = -(3, 4, 0) is not made. Then U = 5 / 2 with lr 2, and S = PRIOR size / (2 * 2.5).
+    size = math.sqrt(2)
     judge, x_0 = default(vector(1.0, 0.0, 4.0), 2.0), vector(1.0, 0.0, 4.0)
     judge.step([vector(1.5, 2.0, 0.0)])
     assert torch.equal(judge.x[0], x_0)
     judge.step([vector(1.0, 0.0, 0.0)])
-    S_1 = 0.04 * size / (2 * 2.5)
+    S_1 = PRIOR * size / (2 * 2.5)
     assert judge.vectors("s") == pytest.approx([S_1], rel=1e-15)
     assert judge.x[0].tolist() == pytest.approx([1 - S_1 * 2, 0, 4], rel=1e-15)
     # |D| is 2 S on a path of 2 S: a length of 1, and U stays. z = 2 S * 4, alone, of which rho = 1 / sqrt(1 + 20).
@@ -302,7 +302,7 @@ def test_the_default_rule_by_hand() -> None:
     kept, z_1, z_2 = 1 - 1 / (20 + 0.75), 8 * S_1, -0.5 * D
     rho = (kept * z_1 + z_2) / math.sqrt((kept * z_1**2 + z_2**2) * (kept + 1 + 20))
     judge.step([vector(-0.5, 0.0, 0.0)])
-    assert judge.vectors("s") == pytest.approx([0.04 * size / (2 * U) * math.exp(4 * rho)], rel=1e-14)
+    assert judge.vectors("s") == pytest.approx([PRIOR * size / (2 * U) * math.exp(4 * rho)], rel=1e-14)
 
 
 def test_weights_of_zero_count_as_ones() -> None:
@@ -318,15 +318,15 @@ def test_the_highest_lr_is_the_announced_one(key: str) -> None:
     judge.step([vector(1.0)])
     judge.base.param_groups[0]["lr"] = 0.5
     judge.step([vector(1.0)])
-    assert judge.vectors("s") == pytest.approx([0.02 / 8], rel=1e-15)
+    assert judge.vectors("s") == pytest.approx([PRIOR / 8], rel=1e-15)
 
 
 def test_a_penalty_by_hand() -> None:
-    # x = 4, weight decay 0.5, g = 1: U = 3, S = 0.02 * 4 / 3. Then D = -S * 3, and z = 3 S * (1 + x / 2).
+    # x = 4, which counts as 1, weight decay 0.5, g = 1: U = 3, S = PRIOR / 3. Then D = -S * 3, and z = 3 S * (1 + x / 2).
     judge = default(vector(4.0), weight_decay=0.5)
     for _ in range(3):
         judge.step([vector(1.0)])
-    S = 0.08 / 3
+    S = PRIOR / 3
     assert judge.parts[0].r == pytest.approx(3 * S * (1 + (4 - 3 * S) / 2), rel=1e-14)
     assert judge.parts[0].h == pytest.approx(-3 * (1 + (4 - 3 * S) / 2), rel=1e-14)
 
@@ -343,7 +343,7 @@ def test_outliers_by_hand() -> None:
         judge.step([vector(g)])
     assert (judge.parts[0].gradients, judge.x[0].item()) == (1, 1.0)
     judge.step([vector(1.0)])
-    assert judge.vectors("s") == pytest.approx([0.02], rel=1e-15)
+    assert judge.vectors("s") == pytest.approx([PRIOR], rel=1e-15)
     before = judge.x[0].item()
     for longest in (10.0, 100.0):
         judge.step([vector(1e4)])

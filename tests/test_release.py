@@ -143,7 +143,7 @@ def test_16_bit_weights_are_stepped_as_the_base_alone_does() -> None:
 def test_a_plain_checkpoint_and_demechanize_see_the_base_alone() -> None:
     run = Run("AdamW").train(0, 30)
     run.optimizer.freeze(release=True)
-    learned = run.optimizer.effective_lrs
+    learned = run.optimizer.learned_lrs
     base = demechanize(run.optimizer)
     assert type(base) is torch.optim.AdamW
     assert [group["lr"] for group in base.param_groups] == pytest.approx(learned)
@@ -169,3 +169,23 @@ def test_an_engine_that_holds_views_of_the_state_is_not_robbed_of_it() -> None:
     with pytest.raises(ValueError, match="cannot give delta back under DeepSpeed"):
         run.optimizer.freeze(release=True)
     assert run.own_names() == {"mechanic_delta"}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_scale_of_zero_is_not_held(steps: int) -> None:
+    run = Run("AdamW").train(0, steps)
+    with pytest.raises(RuntimeError, match="no scale was learned yet. Call it after the first three steps"):
+        run.optimizer.freeze()
+    run.train(steps, 5)
+    assert run.optimizer.scale > 0
+
+
+def test_a_new_optimizer_is_released_to_load_but_not_to_train() -> None:
+    """torch.distributed.checkpoint loads what the new one has, which is to be no delta."""
+    run = Run("AdamW")
+    run.optimizer.freeze(release=True)
+    with pytest.raises(RuntimeError, match="no scale was learned yet"):
+        run.train(0, 1)
+    run = Run("AdamW").train(0, 1)
+    with pytest.raises(RuntimeError, match="no scale was learned yet"):
+        run.optimizer.freeze(release=True)

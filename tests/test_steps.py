@@ -12,7 +12,7 @@ import torch
 from problems import backward, differences, everything, perceptron, train
 from torch import Tensor, nn
 
-from mechanic_plugins import mechanize
+from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.core.param_state import DELTA
 
 ADAMW = torch.optim.AdamW
@@ -37,7 +37,7 @@ def step_pair(opt: Any, params: Sequence[Tensor], steps: int) -> None:
 def test_a_huge_weight_does_not_stop_the_others() -> None:
     """Its square overflows float32: every step was skipped for ever, with a word about a gradient."""
     params = pair(2e19)
-    opt = mechanize(ADAMW(params, weight_decay=0.0), s_init=1e-3)  # not a share of that weight
+    opt = mechanize(ADAMW(params, weight_decay=0.0), settings=Settings(rule="paper", s_init=1e-3, s_decay=0.0))
     step_pair(opt, params, 100)
     assert opt.metrics()[SKIPPED] == 0
     assert opt.metrics()[STEPS] == 100
@@ -48,7 +48,7 @@ def test_a_huge_weight_does_not_stop_the_others() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_a_gradient_whose_square_overflows_is_no_nan(dtype: torch.dtype) -> None:
     p = nn.Parameter(torch.ones(2, dtype=dtype))
-    opt = mechanize(torch.optim.SGD([p], lr=1.0), preset="0.1")  # which does not call it an outlier
+    opt = mechanize(torch.optim.SGD([p], lr=1.0), rule="paper")  # which does not call it an outlier
     for size in (1.0, 2e19, 1.0):
         p.grad = torch.full_like(p, size)
         opt.step()
@@ -112,7 +112,7 @@ def test_single_skips_among_made_steps_are_told_once() -> None:
 def test_a_layer_frozen_while_training_stays_where_it_is(base: str, dtype: torch.dtype) -> None:
     """It had a past, and its past was played again at each new scale: 12% of its norm in 1200 steps."""
     model = perceptron(dtype)
-    opt = mechanize(getattr(torch.optim, base)(model.parameters(), lr=0.1), preset="0.1", backend="foreach")
+    opt = mechanize(getattr(torch.optim, base)(model.parameters(), lr=0.1), backend="foreach")
     train(model, opt, 30)
     model[0].requires_grad_(False)
     opt.zero_grad()
@@ -148,7 +148,7 @@ def test_a_layer_frozen_and_freed_between_two_gradients_follows_again() -> None:
 # ------------------------------------------------------------------------------------------------ lr 0
 
 
-@pytest.mark.parametrize("options", [{}, {"preset": "paper"}, {"scope": "group"}, {"rule": "theory"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rule": "paper"}, {"scope": "group"}, {"rule": "theory"}], ids=str)
 @pytest.mark.parametrize("base", ["AdamW", "SGD", "Adafactor"])
 def test_nothing_moves_at_an_lr_of_zero(base: str, options: dict[str, Any]) -> None:
     """The past was played again at each new scale, whatever the lr."""
@@ -213,7 +213,7 @@ def test_a_first_step_that_is_not_made_does_not_fix_the_unit(kind: str) -> None:
     ends = []
     for has_one in (False, True):
         p = nn.Parameter(torch.ones(4))
-        opt = mechanize(torch.optim.SGD([p], lr=0.01), preset="paper", s_init=1e-3)
+        opt = mechanize(torch.optim.SGD([p], lr=0.01), settings=Settings(rule="paper", s_init=1e-3))
         if has_one:
             p.grad = torch.full((4,), float("nan")) if kind == "not finite" else None
             with warnings.catch_warnings():

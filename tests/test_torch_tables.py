@@ -3,8 +3,7 @@
 The tables are torch.testing._internal.common_optimizers.optim_db, which is in the wheel: for each optimizer the inputs
 that torch tests it with. They run here in a runner of our own. What does not fit, and why:
 
-- torch's test bodies: they compare with fixed numbers of steps at the table's learning rate, and Mechanic's first steps
-  are tiny by design. Here a larger s_init goes downhill.
+- torch's test bodies: they compare with fixed numbers of steps at the table's learning rate.
 - LBFGS and SparseAdam: refused, with the way out (test_bases.py).
 - `differentiable` implementations: refused; `capturable` on a CPU: torch itself refuses it.
 - the tables of errors: these are raised by the base's constructor, before Mechanic sees it.
@@ -70,7 +69,7 @@ def descend(
 
 
 def mechanized(base: torch.optim.Optimizer) -> MechanicOptimizer:
-    return mechanize(base, s_init=1e-2)  # large, so that few steps get somewhere
+    return mechanize(base)
 
 
 def build(info: Any, index: int, weights: list[Tensor]) -> MechanicOptimizer:

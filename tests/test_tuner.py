@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from reference_default import PRIOR
 from torch import Tensor
 
 from mechanic_plugins.core.row import SCALARS, VECTORS, Products, Row
@@ -63,16 +64,16 @@ def walk(seed: int, steps: int, lr: float = 1.0, factor: float = 1.0) -> list[fl
 
 
 def test_the_default_rule_by_hand() -> None:
-    """With lr 0.5: size = 1.5^2 * 2; U = 1 / 0.5; S = 0.02 * size / (0.5 * 2). Then z = S * 3 and rho = 1 / sqrt(21)."""
-    rows = rows_of(Settings())
+    """With lr 0.5: size = sqrt(4 * 3 / 2); U = 1 / 0.5; S_1 = PRIOR * size. Then z = 3 S_1, rho = 1 / sqrt(21)."""
+    rows, s_1 = rows_of(Settings()), PRIOR * math.sqrt(6)
     assert step(rows, FIRST, lrs=[0.5]).afters == [0.0]
     outcome = step(rows, STEPS[0], lrs=[0.5])
-    assert outcome == Outcome(True, False, 1.0, [0.0], [pytest.approx(0.09, rel=1e-15)], [0.0])
+    assert outcome == Outcome(True, False, 1.0, [0.0], [pytest.approx(s_1, rel=1e-15)], [0.0])
     third = step(rows, (-3.0, 4.0, 9.0, 1.0, 1.0, 0.0), lrs=[0.5])
-    assert third.afters == pytest.approx([0.09 * math.exp(4 / math.sqrt(21))], rel=1e-14)
-    assert third.delta_factors == pytest.approx([0.09 / third.afters[0]], rel=1e-15)
+    assert third.afters == pytest.approx([s_1 * math.exp(4 / math.sqrt(21))], rel=1e-14)
+    assert third.delta_factors == pytest.approx([s_1 / third.afters[0]], rel=1e-15)
     assert rows[0].h == -3.0
-    assert (rows[0].travelled, rows[0].elapsed) == pytest.approx((0.5 * (0.09 + third.afters[0]), 1.0))
+    assert (rows[0].travelled, rows[0].elapsed) == pytest.approx((0.5 * (s_1 + third.afters[0]), 1.0))
 
 
 @pytest.mark.parametrize("factor", [1e-12, 1e-3, 1e40, 1e100])

@@ -1,6 +1,6 @@
 """The default rule: a relative prior, and the evidence of the run.
 
-One update should change a typical weight by `PRIOR` of its size. From there the scale follows the evidence: every step
+One update should change the weights by `PRIOR` of their size. From there the scale follows the evidence: every step
 shows by z = <x_ref - x, g> whether the loss would be lower had the run moved further (z > 0, favourable) or less far
 (z < 0, adverse). Their mean beside their root mean square,
 
@@ -10,12 +10,12 @@ moves the scale by a factor exp(GAIN * rho). Sums and n forget over a window tha
 that nothing depends on the length of the run; `DOUBT` steps without evidence are counted in, so that a few steps prove
 little. In full, with u the base's update at its highest lr:
 
-    size = sqrt(touched) * (mean of |x|^(1/2) over the weights that are not 0)^2        once, at the first gradient
+    size = sqrt(touched) * root mean square of the weights that are not 0               once, at the first gradient
     U    = max over the run of |x - x_ref| / sum(scale * lr)                            the length of a mean update
     S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho)
 
-The half power makes a few large weights harmless, such as an output bias at the targets' mean; `touched` counts the
-elements with a gradient, which are few in a large embedding. U grows as a base's momentum does.
+A weight above 1 counts as 1, which makes a few large ones harmless, such as an output bias at the targets' mean;
+`touched` counts the elements with a gradient, which are few in a large embedding. U grows as a base's momentum does.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mechanic_plugins.core.row import Products, Row
 
 __all__ = ["DOUBT", "GAIN", "MEMORY", "OUTLIER", "OUTLIER_GROWTH", "PRIOR", "advance", "delta_factor", "walk"]
 
-PRIOR = 0.04
-"""What an update should change of a typical weight."""
+PRIOR = 0.015
+"""What an update should change of the weights."""
 GAIN = 4.0
 """How far the evidence moves the scale: by a factor of up to exp(4)."""
 DOUBT = 20.0
@@ -68,9 +68,8 @@ def delta_factor(before: float, after: float) -> float:
 
 
 def _size(sums: Products) -> float:
-    roots, nonzero, touched = sums.xx, sums.dx, sums.dp
-    typical = roots / nonzero if nonzero > 0 else 1.0
-    return typical * typical * math.sqrt(touched)
+    squares, nonzero, touched = sums.xx, sums.dx, sums.dp
+    return math.sqrt(touched * (squares / nonzero if nonzero > 0 else 1.0))
 
 
 def _gather(row: Row, z: float) -> None:

@@ -11,13 +11,13 @@ from mechanic_plugins.core.tuner_state import SUMS, sums_of
 
 __all__ = ["add_sizes", "make_room"]
 
-_ROOTS, _NONZERO, _TOUCHED = (SUMS.index(name) for name in ("xx", "dx", "dp"))
+_SQUARES, _NONZERO, _TOUCHED = (SUMS.index(name) for name in ("xx", "dx", "dp"))
 
 
 def make_room(out: Tensor, tuners: Collection[int]) -> None:
     """The places of what `add_sizes` adds, in a step in which these tuners' delta is 0."""
     for index in tuners:
-        sums_of(out, index)[[_ROOTS, _NONZERO, _TOUCHED]] = 0.0
+        sums_of(out, index)[[_SQUARES, _NONZERO, _TOUCHED]] = 0.0
 
 
 def add_sizes(
@@ -25,7 +25,7 @@ def add_sizes(
 ) -> None:
     """Adds three sums where a tuner's <x, x>, <d, x> and <d, p> would be.
 
-    They are the sum of |x|^(1/2), the number of weights that are not 0, and of gradients that are not 0, over the
+    They are the sum of min(|x|, 1)^2, the number of weights that are not 0, and of gradients that are not 0, over the
     parameters that have a gradient. Each may be a part of a parameter: ranks add theirs up.
     """
     sums = sums_of(out, tuner_index)
@@ -33,9 +33,10 @@ def add_sizes(
         if grad is None:
             continue
         x, grad = _real(x.detach()), _real(grad)
-        roots = x.abs().to(torch.promote_types(x.dtype, torch.float32)).sqrt_().sum(dtype=torch.float64)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.clamp(-1.0, 1.0).square_().sum(dtype=torch.float64)
         counts = x.count_nonzero(), grad.count_nonzero()
-        for place, value in zip((_ROOTS, _NONZERO, _TOUCHED), (roots, *counts), strict=True):
+        for place, value in zip((_SQUARES, _NONZERO, _TOUCHED), (squares, *counts), strict=True):
             sums[place] += weight * value.to(sums)
 
 

@@ -145,8 +145,8 @@ def _relative(sums, old, clip, peak, size, length, PRIOR: tl.constexpr, GAIN: tl
     has_gradient = tl.load(sums + 1) > 0
     is_first = has_gradient & (gradients == 0) & (size == 0) & (played == 0)
     nonzero, last = tl.load(sums + 3), tl.load(sums + 5)
-    typical = tl.where(nonzero > 0, tl.load(sums + 2) / tl.where(nonzero > 0, nonzero, 1.0), 1.0)
-    size = tl.where(is_first, typical * typical * tl.sqrt(tl.maximum(last, 0.0)), size)
+    square = tl.where(nonzero > 0, tl.load(sums + 2) / tl.where(nonzero > 0, nonzero, 1.0), 1.0)
+    size = tl.where(is_first, tl.sqrt(tl.maximum(last * square, 0.0)), size)
     moved = tl.where(played > 0, played, 1.0) * tl.sqrt(tl.load(sums + 4)) / tl.where(path > 0, path, 1.0)
     length = tl.where(has_gradient & (is_first == 0) & (path > 0), tl.maximum(length, moved), length)
     h = tl.where(is_first, 0.0, clip * tl.load(sums) + last)

@@ -53,6 +53,8 @@ class Decider:
         outcome = self._in_floats(sums, progress, inputs, max_grad_norm)
         if not outcome.applied:  # a skipped step leaves no trace
             progress.lr_refs, progress.unit, progress.unit_since = known
+            if progress.unit == 0:
+                progress.tuner.column("lr").zero_()
         steps = float(progress.steps)
         rows = zip(outcome.befores, outcome.afters, outcome.delta_factors, strict=True)
         made = float(outcome.applied)

@@ -36,15 +36,13 @@ class Freezing(Readout):
 
         Raises:
             ValueError: The base's updates are not proportional to lr, or an engine has views of its state.
+            RuntimeError: Nothing was learned yet.
         """
         if release:
             refuse_release(self.base, by_engine=self.count is not None)
         progress = self._progress
-        if not bool((progress.tuner.played > 0).any()):
-            raise RuntimeError(
-                "freeze() would hold a scale of 0, at which nothing trains: no scale was learned yet. Call it after "
-                "the first three steps with a gradient."
-            )
+        if not (release and progress.steps == 0):  # a new one is about to load what a released one has saved
+            _refuse_scale_of_zero(progress)
         progress.frozen, progress.released = True, release or progress.released
         if release:
             progress.tuner.column("path").zero_()  # a new delta begins a new path
@@ -62,6 +60,15 @@ class Freezing(Readout):
     def _released_plan(self, progress: Progress, params: Sequence[Tensor], counting: Counting) -> ReleasedPlan:
         those, plan = self._released or ((), None)
         if plan is None or those is not params or not plan.is_current():
+            _refuse_scale_of_zero(progress)
             plan = ReleasedPlan(self.base, list(map(progress.tuner_of, self.param_groups)), counting.weights)
             self._released = params, plan
         return plan
+
+
+def _refuse_scale_of_zero(progress: Progress) -> None:
+    if not bool((progress.tuner.played > 0).any()):
+        raise RuntimeError(
+            "freeze() would hold a scale of 0, at which nothing trains: no scale was learned yet. Call it after the "
+            "first three steps with a gradient."
+        )

@@ -60,6 +60,7 @@ class Units:
         since, progress.unit_since = progress.unit_since, None
         if since is not None and not bool(progress.steps > since):
             progress.unit = 0.0
+            progress.tuner.column("lr").zero_()
 
     def of_delta(self, progress: Progress) -> float:
         """What one unit of delta is worth in the base's own updates."""

@@ -257,7 +257,7 @@ class Run:
     ) -> Run:
         kind = getattr(torch, dtype)
         setup = SETUPS[name](make_net(even=even, dtype=kind, seed=seed))
-        optimizer = mechanize(BASES[base](setup.model.parameters()), **{"s_init": 1e-3, "s_decay": 0.01, **options})
+        optimizer = mechanize(BASES[base](setup.model.parameters()), **options)
         return cls(setup, optimizer, even, kind, counted)
 
     def train(self, first: int, last: int, *, accumulate: int = 1, clip: float | None = None) -> None:

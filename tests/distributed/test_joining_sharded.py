@@ -7,33 +7,48 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import golden
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
-from golden_ranks import CASE, build, states
 from ranks import Ranks
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+from setups import BASES, Run
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+FORMS: dict[str, dict[str, Any]] = {"sharded": {}, "flattened": {"flatten_optimizer_state_dict": True}}
+
+
+def states(model: Any, opt: torch.optim.Optimizer, options: StateDictOptions) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, opt, options=options),
+    }
 
 
 def join(rank: int, folder: str, form: str) -> dict[str, Any]:
     """Trains plainly, loads that into a mechanized optimizer, and says what became of its moments and its scale."""
-    options = StateDictOptions(**golden.SHARDED[form])
-    model, opt = build()
-    plain: Any = CASE.base(golden.groups_of(model, CASE), **CASE.base_options)
+    options, run = StateDictOptions(**FORMS[form]), Run.start("fsdp2", counted=False)
+    plain = BASES["adamw"](run.setup.model.parameters())
     for step in range(5):
-        plain.zero_grad()
-        model(step).backward()
+        run.backward(step)
         plain.step()
-    dcp.save(states(model, plain, options), checkpoint_id=folder)
+        plain.zero_grad()
+    dcp.save(states(run.setup.model, plain, options), checkpoint_id=folder)
 
-    model, opt = build()
+    run = Run.start("fsdp2", counted=False)
+    model, opt = run.setup.model, run.optimizer
     with warnings.catch_warnings(record=True) as caught, opt.loading_plain():
         loaded = states(model, opt, options)
         dcp.load(loaded, checkpoint_id=folder)
         set_model_state_dict(model, loaded["model"], options=options)
         set_optimizer_state_dict(model, opt, loaded["optimizer"], options=options)
     first = next(iter(opt.state.values()))["step"].item()
-    golden.train(model, opt, CASE, 5, 15)
+    run.train(5, 15)
     return {
         "warnings": [str(w.message) for w in caught if "Mechanic" in str(w.message)],
         "moments": first,
@@ -43,7 +58,7 @@ def join(rank: int, folder: str, form: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", golden.SHARDED)
+@pytest.mark.parametrize("form", FORMS)
 def test_mechanic_joins_a_sharded_run(ranks: Callable[[int], Ranks], tmp_path: Path, form: str) -> None:
     """torch raised a KeyError ('param_groups.first.mechanic_s'), or said that mechanic_delta was missing."""
     first, second = ranks(2)(join, str(tmp_path), form)

@@ -20,7 +20,7 @@ from mechanic_plugins.distributed.reduction import reachable_device
 def train(rank: int, offload: bool) -> dict[str, Any]:
     policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
     setup = fsdp2(make_net(even=False, dtype=torch.float32), offload_policy=policy)
-    optimizer = mechanize(BASES["adamw"](setup.model.parameters()), s_init=1e-3)
+    optimizer = mechanize(BASES["adamw"](setup.model.parameters()))
     run = Run(setup, optimizer, even=False, dtype=torch.float32)
     run.train(0, 10)
     return run.result()

@@ -16,13 +16,15 @@ from comparing import assert_all_close, distance
 from ranks import Ranks
 from setups import SETUPS, Run, full, make_net
 
-from mechanic_plugins import mechanize
+from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.distributed.reduction import Identity
 from mechanic_plugins.distributed.sharding import Counting
 
 STEPS = 6  # one more than it takes to count the collectives of all COUNTED_STEPS
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 BASES = ("adamw", "sgd")
+PAPER = Settings(rule="paper", s_init=1e-3)
+"""Its sums have the weights in them, too."""
 
 # name, ranks, even sizes, collectives a step
 CASES = [
@@ -76,6 +78,7 @@ def test_sharded_equals_alone(
     turned = CASES.index((name, world, even, collectives)) % 2
     dtypes = sorted(TOLERANCE, reverse=bool(turned))
     variants = [{"base": base, "dtype": dtype, "even": even} for base, dtype in zip(BASES, dtypes, strict=True)]
+    variants[turned]["settings"] = PAPER
     results = ranks(world)(train_many, name, [(options, {}) for options in variants])
     for index, options in enumerate(variants):
         mine = [rank[index] for rank in results]
@@ -131,14 +134,14 @@ def train_groups(rank: int, name: str) -> dict[str, Any]:
     setup = SETUPS[name](make_net(even=False, dtype=torch.float64))
     params = list(setup.model.parameters())
     base = torch.optim.AdamW([{"params": params[::2]}, {"params": params[1::2], "lr": 1e-3}], lr=1e-2)
-    run = Run(setup, mechanize(base, scope="group", s_init=1e-3, s_decay=0.01), even=False, dtype=torch.float64)
+    run = Run(setup, mechanize(base, scope="group"), even=False, dtype=torch.float64)
     run.train(0, STEPS)
     return run.result()
 
 
 def train_and_recompute(rank: int, name: str, dtype: str, lose_gradients_on: int | None) -> list[tuple[float, float]]:
     """h as the optimizer saw it, and from the gathered tensors by its definition."""
-    run = Run.start(name, dtype=dtype, counted=False)
+    run = Run.start(name, dtype=dtype, counted=False, settings=PAPER)
     pairs = []
     for step in range(6):
         run.backward(step)

@@ -37,7 +37,7 @@ def train(base: str, steps: int, dtype: torch.dtype, **options: Any) -> tuple[li
     targets = [torch.randn_like(p) for p in params]
     sign = -1 if "maximize" in base else 1
     warm_up = options.pop("warm_up", 1)
-    optimizer = mechanize(BASES[base](params), **{"s_init": 1e-3, "s_decay": 0.01, **options})  # all five sums count
+    optimizer = mechanize(BASES[base](params), **options)
     lr = optimizer.param_groups[0]["lr"]
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / warm_up)

@@ -15,7 +15,7 @@ import torch
 from kernel_cases import BASES, EPS, train
 from torch import nn
 
-from mechanic_plugins import mechanize
+from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.core.param_state import DELTA
 from mechanic_plugins.kernels import gpu_tuner, triton_batch, triton_fused, triton_passes, triton_tuner
 from mechanic_plugins.passes import fused
@@ -35,7 +35,7 @@ def test_a_base_may_put_new_tensors_in_its_parameters_place(backend: Any) -> Non
     ends = []
     for kind in (torch.optim.SGD, Replaces):
         p = nn.Parameter(torch.arange(16.0))
-        optimizer = mechanize(kind([p], lr=1.0), s_init=1e-3, backend=backend)
+        optimizer = mechanize(kind([p], lr=1.0), backend=backend)
         for _ in range(10):
             p.grad = p.detach() - 3
             optimizer.step()
@@ -56,7 +56,7 @@ class Breaks(torch.optim.SGD):
 def test_an_error_inside_the_base_brings_the_weights_back() -> None:
     params = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(8, 4))]
     base = Breaks(params, lr=0.1)
-    optimizer = mechanize(base, s_init=1e-3, backend="triton")
+    optimizer = mechanize(base, backend="triton")
     for _ in range(4):
         for p in params:
             p.grad = p.detach() - 1
@@ -85,7 +85,7 @@ def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) ->
     for way in ("foreach", backend):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(5))]
-        optimizer = mechanize(BASES["adamw"](params), s_init=1e-3, backend=way)
+        optimizer = mechanize(BASES["adamw"](params), backend=way)
         saved: Any = None
         for step in range(17):
             for p in params[: 2 + (step > 9)]:
@@ -122,7 +122,7 @@ def test_no_gradient_is_kept_alive() -> None:
 @pytest.mark.parametrize("backend", ["fused", "triton"])
 def test_a_step_that_is_not_finite_touches_nothing(backend: str) -> None:
     params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
-    optimizer = mechanize(torch.optim.AdamW(params, lr=1e-2), s_init=1e-3, backend=backend)
+    optimizer = mechanize(torch.optim.AdamW(params, lr=1e-2), backend=backend)
     for step in range(4):
         for p in params:
             p.grad = torch.ones_like(p)
@@ -178,7 +178,7 @@ def test_weights_may_change_their_memory_format(backend: Any, base: str, how: st
         torch.manual_seed(0)
         p = nn.Parameter(torch.randn(4, 3, 2, 2))
         target = torch.randn(4, 3, 2, 2)
-        optimizer = mechanize(BASES[base]([p]), s_init=1e-3, backend=way)
+        optimizer = mechanize(BASES[base]([p]), backend=way)
         for memory_format in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
             moved = p.detach().clone(memory_format=memory_format)
             if how == "in place":
@@ -186,7 +186,7 @@ def test_weights_may_change_their_memory_format(backend: Any, base: str, how: st
             else:
                 saved = copy.deepcopy(optimizer.state_dict())
                 p = nn.Parameter(moved)
-                optimizer = mechanize(BASES[base]([p]), s_init=1e-3, backend=way)
+                optimizer = mechanize(BASES[base]([p]), backend=way)
                 optimizer.load_state_dict(saved)
             for step in range(4):
                 p.grad = (p.detach() - target - 0.5 * math.cos(step)).clone(memory_format=memory_format)
@@ -203,7 +203,7 @@ def test_a_first_step_that_is_not_made_does_not_fix_the_unit(backend: str, kind:
     ends = []
     for has_one in (False, True):
         p = nn.Parameter(torch.ones(4))
-        optimizer = mechanize(torch.optim.SGD([p], lr=0.01), preset="paper", s_init=1e-3, backend=backend)
+        optimizer = mechanize(torch.optim.SGD([p], lr=0.01), settings=Settings(rule="paper", s_init=1e-3), backend=backend)
         if has_one:
             p.grad = torch.full((4,), math.nan) if kind == "not finite" else None
             optimizer.step()

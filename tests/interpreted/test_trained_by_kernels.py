@@ -10,7 +10,7 @@ import torch
 from kernel_cases import BASES, EPS, train
 from torch import nn
 
-from mechanic_plugins import mechanize
+from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.core.param_state import DELTA
 from mechanic_plugins.passes import any_base
 
@@ -19,7 +19,7 @@ from mechanic_plugins.passes import any_base
 def test_fused_equals_any_base(base: str) -> None:
     """Each step rounds once or twice in float32 and forgets most of it, as the problem is well conditioned."""
     steps = 12 if base == "adamw" else 8
-    options = {"preset": "paper"} if base in ("adam", "lion") else {}
+    options = {"settings": Settings(rule="paper", s_init=1e-3)} if base in ("adam", "lion") else {}
     plain, a = train(base, steps, torch.float32, backend="foreach", **options)
     fused, b = train(base, steps, torch.float32, backend="fused", **options)
     assert b._fused
@@ -81,7 +81,7 @@ def test_paths_may_change_at_any_step() -> None:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in [(5, 7), (9,), ()]]
     targets = [torch.randn_like(p) for p in params]
-    optimizers = [mechanize(BASES["adamw"](params), s_init=1e-3, s_decay=0.01, backend=b) for b in ("fused", "foreach")]
+    optimizers = [mechanize(BASES["adamw"](params), backend=b) for b in ("fused", "foreach")]
     for step in range(14):
         optimizer = optimizers[step % 2]
         if step:
@@ -108,7 +108,7 @@ def test_twins_of_16_bit_weights_by_kernels_equal_torchs(kind: Any) -> None:
     for backend in ("foreach", "triton"):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in [(5, 7), (9,), ()]]
-        optimizer = mechanize(kind(params, lr=1e-4), s_init=1.0, backend=backend)
+        optimizer = mechanize(kind(params, lr=1e-4), backend=backend)
         for step in range(8):
             for p in params[: 2 + step % 2]:
                 p.grad = torch.randn(p.shape).bfloat16() + 1  # not the weights': their roundings would come back
