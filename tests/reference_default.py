@@ -76,7 +76,8 @@ class Default(Around):
         g = self.minimised_gradients(grads)
         norms = [self.norm_of(part, g) for part in self.parts]
         if max(part.gradients for part in self.parts) == 1 and any(
-            0 < 100 * norm < part.longest for part, norm in zip(self.parts, norms, strict=True)
+            max(norm, part.longest) > 100 * min(norm, part.longest) > 0
+            for part, norm in zip(self.parts, norms, strict=True)
         ):
             self.begin_anew()
         outliers = [norm > 100 * part.longest > 0 for part, norm in zip(self.parts, norms, strict=True)]
@@ -142,7 +143,7 @@ class Default(Around):
             part.path = lr
 
     def begin_anew(self) -> None:
-        """The only gradient so far was a hundred times as long as this one: it is forgotten."""
+        """The only gradient so far was a hundred times as long as this one, or as short: it is forgotten."""
         groups = self.base.param_groups
         self.base = self.base_factory(self.copies)
         for new, old in zip(self.base.param_groups, groups, strict=True):

@@ -157,7 +157,9 @@ class MechanicOptimizer(Freezing):
         return new
 
     def _was_false_start(self, vector: Tensor, progress: Progress) -> bool:
-        """Whether the one gradient so far was an outlier beside this one. The weights have not moved yet.
+        """Whether the one gradient so far is far longer or shorter than this one. The weights have not moved yet.
+
+        Which of the two is the odd one the next step shows. A scale by the first would be as far off as that is.
 
         Never for a base whose state cannot be dropped: it was there before the first step, or an engine has views of
         it. DeepSpeed's engines therefore keep such a gradient; those that call `decide` do not come here at all. On a
@@ -174,7 +176,8 @@ class MechanicOptimizer(Freezing):
         clip = clip_factor(numbers, self.max_grad_norm)
         norms = [clip * math.sqrt(square) if square >= 0 else 0.0 for square in numbers[1 : -1 : len(SUMS)]]
         longest = progress.tuner.column("longest")[:, 0].tolist()
-        return any(0 < OUTLIER * norm < before for norm, before in zip(norms, longest, strict=True))
+        pairs = zip(norms, longest, strict=True)
+        return any(max(a, b) > OUTLIER * min(a, b) > 0 for a, b in pairs if math.isfinite(a))
 
     def _forget_start(self, progress: Progress) -> None:
         """Begins anew with this step: the outlier would stay in the base's moments, and in delta."""
