@@ -34,7 +34,7 @@ def add_sizes(
             continue
         x, grad = _real(x.detach()), _real(grad)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = wide.clamp(-1.0, 1.0).square_().sum(dtype=torch.float64)
+        squares = wide.clamp(-1.0, 1.0).square_().add_(wide, alpha=0).sum(dtype=torch.float64)  # an infinity stays one
         counts = x.count_nonzero(), grad.count_nonzero()
         for place, value in zip((_SQUARES, _NONZERO, _TOUCHED), (squares, *counts), strict=True):
             sums[place] += weight * value.to(sums)
