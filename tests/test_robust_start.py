@@ -129,7 +129,7 @@ def test_a_gradient_that_is_far_off_does_not_decide_the_run(base: str, kind: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", [base for base in BASES if base != "AdamW"])  # they bias its moments
+@pytest.mark.parametrize("base", BASES)
 def test_gradients_of_zero_cost_the_steps_they_take_and_no_more(base: str) -> None:
     """Against a run without gradients in these steps: the schedule goes on, so both have less to learn in."""
     assert ratio(losses(base)["zeros"], losses(base)["late"]) <= 1.05
@@ -138,10 +138,10 @@ def test_gradients_of_zero_cost_the_steps_they_take_and_no_more(base: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("base", BASES)
 def test_a_head_that_starts_at_zero_trains(base: str) -> None:
-    """Its gradient alone is not 0 at first, and the weights are taken for few: the start is lower, the end not much."""
+    """Its gradient alone is not 0 at first: weights that have none yet must not be taken for idle."""
     undisturbed, zeros = losses(base)["undisturbed"], losses(base)["head of zeros"]
-    assert ratio(zeros, undisturbed) <= (1.4 if base == "Lion" else 1.15)
-    assert zeros.max() <= 1.5 * undisturbed.median()
+    assert ratio(zeros, undisturbed) <= 1.05
+    assert zeros.max() <= 1.3 * undisturbed.median()
 
 
 @pytest.mark.slow
