@@ -16,14 +16,14 @@ from mechanic_plugins.core import gradients
 Engines = Callable[[int], Ranks]
 
 CPU = {"device": "cpu"}
-EARLY = {"settings": Settings(s_init=1e-3)}
+EARLY = {"settings": Settings(rule="paper", s_init=1e-3)}
 SGD: dict[str, Any] = {
     "base": "SGD",
     "base_options": {"lr": 1.0, "momentum": 0.9},
-    "options": {"settings": Settings(s_init=1e-3)},
+    "options": {"settings": Settings(rule="paper", s_init=1e-3)},
 }
 CPU_ADAM: dict[str, Any] = {"base": "DeepSpeedCPUAdam", "zero": {"offload_optimizer": CPU}}
-LARGER: dict[str, Any] = {"settings": Settings(s_init=1e-3, s_decay=0.01)}
+LARGER: dict[str, Any] = {"settings": Settings(rule="paper", s_init=1e-3, s_decay=0.01)}
 
 EVERY_STAGE = [
     case
@@ -52,7 +52,7 @@ VARIANTS = [
     Case(
         stage=2,
         base_options={"lr": 1e-3, "weight_decay": 0.01, "maximize": True},
-        options={"settings": Settings(s_init=1e-6)},
+        options={"settings": Settings(rule="paper", s_init=1e-6)},
     ),
     Case(stage=3, options={"rule": "optax"}),
     Case(stage=1, options=LARGER, zero={"round_robin_gradients": True}),

@@ -18,7 +18,7 @@ from mechanic_plugins import Settings
 
 Engines = Callable[[int], Ranks]
 
-LARGER: dict[str, Any] = {"settings": Settings(s_init=1e-3, s_decay=0.01)}
+LARGER: dict[str, Any] = {"settings": Settings(rule="paper", s_init=1e-3, s_decay=0.01)}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 BF16_OPTIMIZER: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 FP16: dict[str, Any] = {

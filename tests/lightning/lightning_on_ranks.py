@@ -26,7 +26,7 @@ from mechanic_plugins.lightning import Mechanic
 
 Result = dict[str, Any]
 
-OPTIONS: dict[str, Any] = {"settings": Settings(s_init=0.01)}
+OPTIONS: dict[str, Any] = {"settings": Settings(rule="paper", s_init=0.01)}
 """A start that moves the weights by a tenth in these few steps: what does not move cannot differ."""
 
 

@@ -49,7 +49,7 @@ def test_one_line_changes_nothing_but_the_optimizer(pl: ModuleType) -> None:
     [
         {"rule": "optax", "max_scale": 0.5},
         {"scope": "group", "max_grad_norm": 0.1},
-        {"settings": Settings(s_init=1e-2)},
+        {"settings": Settings(rule="paper", s_init=1e-2)},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -132,7 +132,7 @@ def compare(name: str, cls: Any) -> Row:
         except Exception as error:  # whatever a foreign optimizer raises is what the table tells
             return Row(name, [], f"alone: {told(error)}")
         try:
-            results.append((alone, train(problem, name, wrap=functools.partial(mechanize, total_steps=STEPS))))
+            results.append((alone, train(problem, name, wrap=mechanize)))
         except Exception as error:
             return Row(name, [], f"mechanized: {told(error)}")
     return Row(name, results)
