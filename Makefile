@@ -81,6 +81,7 @@ demo: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --group docs --constraint constraints.txt
 	$(BIN)/python docs/options.py
+	$(BIN)/python docs/api.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide warnings from --strict
 
 clean:

@@ -5,7 +5,6 @@ Blocks that need ranks run in deepspeed_plugin/test_deepspeed_docs.py and distri
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 import runpy
@@ -17,6 +16,7 @@ import pytest
 import torch
 from documented import PAGES, ROOT, Block, blocks, execute
 
+import mechanic_plugins
 from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.options import parameters
 
@@ -176,7 +176,7 @@ def test_no_page_speaks_of_what_is_gone() -> None:
 
 
 def test_the_version_is_the_changelogs_and_the_citations() -> None:
-    version = importlib.import_module("mechanic_plugins").__version__
+    version = mechanic_plugins.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     first = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert first
@@ -226,6 +226,13 @@ def test_every_option_is_on_its_page() -> None:
     assert [option.name for option in parameters() if f"\n| `{option.name}` |" not in page] == []
     tools = runpy.run_path(str(ROOT / "docs" / "options.py"))
     assert tools["updated"](page) == page, "run python docs/options.py"
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_api_is_that_of_the_code() -> None:
+    tools = runpy.run_path(str(ROOT / "docs" / "api.py"))
+    assert tools["page"]() == tools["PAGE"].read_text(), "run python docs/api.py"
+    assert set(tools["PUBLIC"]["mechanic_plugins"]) == set(mechanic_plugins.__all__)
 
 
 def test_the_bytes_of_the_all_reduce_are_those_of_the_sums() -> None:
