@@ -66,7 +66,7 @@ class MechanicOptimizer(Freezing):
     @hooked
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Steps the base at the learned scale. A gradient that is not finite or an outlier changes nothing, as does none.
+        """Steps the base at the learned scale. Outliers, gradients that are not finite, or none change nothing.
 
         With `max_grad_norm` base and tuner see the gradients clipped, as if `torch.nn.utils.clip_grad_norm_` had come
         before. The gradients themselves are left in either state: the step scales them in place where it has to.
