@@ -172,6 +172,7 @@ def picture(mechanic: Run, *, sweep: Sequence[Run], title: str) -> Figure:
     _draw_curves(losses, [_smoothed(run.losses) for run in (*sweep, mechanic)], colors)
     losses.set(title="Training loss", xlabel="step", ylabel="loss (smoothed)", ylim=LOSS_RANGE)
     _draw_curves(lrs, [run.lrs for run in (*sweep, mechanic)], colors)
+    lrs.axhline(mechanic.lr, color=COLOR, linestyle="--", linewidth=1, label="learned")
     lrs.set(title="Learning rate in force", xlabel="step", ylabel="learning rate", yscale="log")
     lrs.set_ylim(sweep[0].lr / 10, 2 * max(sweep[-1].lr, mechanic.lr))
     final.plot([run.lr for run in sweep], [run.final_loss for run in sweep], color="0.7", zorder=1)

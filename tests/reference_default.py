@@ -6,7 +6,7 @@ Nothing is kept of the past moves but where the weights are: D = x - x_ref. For 
     U     = the largest |D| / sum(S * lr) so far; before the first move |u| / lr of the update that is not made
     z     = -<D, g>, with the gradient of the penalty in g, where the base adds one
     rho   = sum(z) / sqrt(sum(z^2) * (n + 20)), where the sums and n fade by 1 - 1 / (20 + n_total / 4) a step
-    S     = PRIOR * size / (highest lr * U) * exp(4 * rho)
+    S     = PRIOR * size / (highest lr * U) * exp(4 * rho), of which the root where rho < 0
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Rule:
         self.h = 0.0  # z per unit of S
         self.highest_lr = 0.0
         self.gradients = 0
-        self.size = 0.0
+        self.size = self.typical = 0.0
+        self.touched = 0
         self.U = 0.0
         self.path = 0.0
         self.r = self.v = self.m = 0.0
@@ -46,6 +47,13 @@ class Rule:
         touched = sum(int((p != 0).sum()) for p in g)
         typical = math.sqrt(squares / nonzero) if nonzero else 1.0
         self.size = math.sqrt(touched) * typical
+        self.typical, self.touched = typical, touched
+
+    def count(self, g: Tensors) -> None:
+        """Layers behind one that starts at 0 have no gradient at first: the largest count of three is taken."""
+        if self.gradients < 3:
+            self.touched = max(self.touched, sum(int((p != 0).sum()) for p in g))
+            self.size = math.sqrt(self.touched) * self.typical
 
     def gather(self, z: float) -> None:
         kept = 1 - 1 / (20 + 0.25 * self.gradients)
@@ -57,7 +65,7 @@ class Rule:
         if self.U == 0 or self.highest_lr == 0:
             return
         rho = self.r / math.sqrt(self.v * (self.m + 20)) if self.v > 0 else 0.0
-        self.S = PRIOR * self.size / (self.highest_lr * self.U) * math.exp(4 * rho)
+        self.S = PRIOR * self.size / (self.highest_lr * self.U) * math.exp(4 * rho if rho > 0 else 2 * rho)
 
 
 class Default(Around):
@@ -76,12 +84,13 @@ class Default(Around):
         g = self.minimised_gradients(grads)
         norms = [self.norm_of(part, g) for part in self.parts]
         if max(part.gradients for part in self.parts) == 1 and any(
-            0 < 100 * norm < part.longest for part, norm in zip(self.parts, norms, strict=True)
+            max(norm, part.longest) > 100 * min(norm, part.longest) > 0
+            for part, norm in zip(self.parts, norms, strict=True)
         ):
             self.begin_anew()
         outliers = [norm > 100 * part.longest > 0 for part, norm in zip(self.parts, norms, strict=True)]
         for part, norm, is_outlier in zip(self.parts, norms, outliers, strict=True):
-            part.longest = 10 * part.longest if is_outlier else max(part.longest, norm)
+            part.longest = 100 * part.longest if is_outlier else max(part.longest, norm)
         if any(outliers):
             self.skipped += 1
             return
@@ -122,8 +131,10 @@ class Default(Around):
             with_gradient = [i for i in part.indices if grads[i] is not None]
             part.measure([self.x[i] for i in with_gradient], [g[i] for i in with_gradient])
             part.h = 0.0
-        elif part.path > 0:
-            part.U = max(part.U, math.sqrt(inner(D, D)) / part.path)
+        else:
+            part.count([g[i] for i in part.indices if grads[i] is not None])
+            if part.path > 0:
+                part.U = max(part.U, math.sqrt(inner(D, D)) / part.path)
         if part.S > 0:
             part.gather(-inner(D, pull))
         part.gradients += 1
@@ -142,7 +153,7 @@ class Default(Around):
             part.path = lr
 
     def begin_anew(self) -> None:
-        """The only gradient so far was a hundred times as long as this one: it is forgotten."""
+        """The only gradient so far was a hundred times as long as this one, or as short: it is forgotten."""
         groups = self.base.param_groups
         self.base = self.base_factory(self.copies)
         for new, old in zip(self.base.param_groups, groups, strict=True):

@@ -183,7 +183,7 @@ def test_another_rule_than_the_default_cannot_go_on_from_a_rule() -> None:
 
 
 def of_format_2(steps: int, scope: str = "all", scale: float | None = None) -> tuple[nn.Sequential, dict[str, Any]]:
-    """A run of the former default rule, saved as it saved: six betas, and none of the fields that came with format 3."""
+    """A run of the former default rule, as it was saved: six betas, and no field of format 3."""
     model = perceptron()
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.03}]
     opt = mechanize(torch.optim.AdamW(groups, lr=0.1), scope=scope)
@@ -230,7 +230,9 @@ def test_a_run_of_the_former_default_rule_goes_on(scope: Any) -> None:
 
 def test_a_run_of_the_former_default_rule_that_had_learned_nothing_begins() -> None:
     model, saved = of_format_2(1, scale=0.0)
-    opt = mechanize(torch.optim.AdamW([{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]))
+    opt = mechanize(
+        torch.optim.AdamW([{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}])
+    )
     with pytest.warns(UserWarning, match="saved with rule='optimistic'"):
         opt.load_state_dict(saved)
     losses = train(model, opt, 100, first=1)

@@ -91,7 +91,7 @@ def test_the_tuner(rule: Any) -> None:
 
     names = ("sums", "old", "new", "constants", "counters", "new_counters", "scales", "lrs")
     types = {**dict.fromkeys(names, "*fp64"), "norm_high": "fp32", "norm_low": "fp32", "tuners": "i32"}
-    constants = ("PRIOR", "GAIN", "DOUBT", "MEMORY", "OUTLIER", "OUTLIER_GROWTH")
+    constants = ("PRIOR", "GAIN", "ADVERSE", "DOUBT", "MEMORY", "BEGINNING", "OUTLIER")
     flags: dict[str, Any] = {name: getattr(relative, name) for name in constants}
     flags |= {"RULE": gpu_tuner._RULES.index(rule), "HOLD": False, "CAPPED": True, "CLIPS": True, "CLIP_EPS": CLIP_EPS}
     n = 1 if rule == "relative" else 6

@@ -108,9 +108,6 @@ def test_kernels_have_no_chained_booleans() -> None:
     assert not chained
 
 
-
-
-
 def test_the_maths_knows_no_optimizer_and_no_distribution() -> None:
     for module in ("core.settings", "core.tuner"):
         tree = ast.parse(FILES[module].read_text())

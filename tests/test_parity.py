@@ -325,6 +325,11 @@ def scheduled_warm_up(base: torch.optim.Optimizer, step: int) -> None:
     warm_up(base, step)
 
 
+def with_pauses(base: torch.optim.Optimizer, step: int) -> None:
+    for group in base.param_groups:
+        group["lr"] = 0.0 if step in (1, 2, 10) else 1.0
+
+
 adamw = BASES["AdamW"].build
 OURS = ["relative", "paper"]
 OPTIONS = [
@@ -336,6 +341,7 @@ OPTIONS = [
     Option("scope-group", {"scope": "group"}, two_groups, grown=3.0),
     Option("warm-up", {}, functools.partial(adamw, lr=0.0), warm_up, steps=60),
     Option("warm-up-scheduled", {}, functools.partial(adamw, lr=0.0), scheduled_warm_up),
+    Option("pauses", {}, schedule=with_pauses, rules=OURS[:1]),
     Option("warm-up-group", {"scope": "group"}, two_groups, warm_up, rules=OURS, steps=60),
     Option("lambda", {"s_decay": 0.01}, rules=["paper"]),
     Option("group-lrs", {}, two_groups, rules=OURS),

@@ -174,7 +174,7 @@ def test_an_engine_that_holds_views_of_the_state_is_not_robbed_of_it() -> None:
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_scale_of_zero_is_not_held(steps: int) -> None:
     run = Run("AdamW").train(0, steps)
-    with pytest.raises(RuntimeError, match="no scale was learned yet. Call it after the first three steps"):
+    with pytest.raises(RuntimeError, match=r"no scale was learned yet. Call it after the first three steps"):
         run.optimizer.freeze()
     run.train(steps, 5)
     assert run.optimizer.scale > 0

@@ -64,8 +64,8 @@ def walk(seed: int, steps: int, lr: float = 1.0, factor: float = 1.0) -> list[fl
 
 
 def test_the_default_rule_by_hand() -> None:
-    """With lr 0.5: size = sqrt(4 * 3 / 2); U = 1 / 0.5; S_1 = PRIOR * size. Then z = 3 S_1, rho = 1 / sqrt(21)."""
-    rows, s_1 = rows_of(Settings()), PRIOR * math.sqrt(6)
+    """With lr 0.5: size = sqrt(3 / 2), of 4 and then 9 elements; U = 1 / 0.5. Then z = 3 S_1, rho = 1 / sqrt(21)."""
+    rows, s_1 = rows_of(Settings()), PRIOR * math.sqrt(3 / 2 * 9)
     assert step(rows, FIRST, lrs=[0.5]).afters == [0.0]
     outcome = step(rows, STEPS[0], lrs=[0.5])
     assert outcome == Outcome(True, False, 1.0, [0.0], [pytest.approx(s_1, rel=1e-15)], [0.0])
@@ -156,7 +156,7 @@ def test_an_outlier_of_one_tuner_skips_the_step_of_all() -> None:
     step(rows, FIRST, FIRST)
     before = copy.deepcopy(rows)
     assert step(rows, (0.0, 4e4 + 1, 0.0, 0.0, 0.0, 0.0), (0.0, 9.0, 0.0, 0.0, 0.0, 0.0))[:2] == (False, True)
-    assert [row.longest for row in rows] == [20.0, 3.0]
+    assert [row.longest for row in rows] == [200.0, 3.0]
     assert [(row.gradients, row.path) for row in rows] == [(row.gradients, row.path) for row in before]
 
 
@@ -165,13 +165,13 @@ def test_outliers_are_skipped_a_few_times_only() -> None:
     rows = [played([FIRST, *STEPS])]
     skipped = [step(rows, (0.0, 1e20, 9.0, 0.0, 1.0, 0.0)).skipped for _ in range(20)]
     assert skipped == sorted(skipped, reverse=True)
-    assert 5 <= sum(skipped) <= 8
+    assert 3 <= sum(skipped) <= 5
 
     rows, skips = [played([(*FIRST[:1], 1e-10, *FIRST[2:])])], 0
     for t in range(50_001):
         gg = 1.0 if t % 5_000 == 0 else 1e-10
         skips += step(rows, (0.0, gg, 9.0, 0.0, 1.0, 0.0)).skipped
-    assert 1 <= skips <= 4
+    assert 1 <= skips <= 2
 
 
 def test_published_rules_skip_no_outlier() -> None:
@@ -206,7 +206,7 @@ def test_the_cap_holds_in_sum_and_keeps_the_shares(rule: Rule, cap: float) -> No
 def test_the_evidence_moves_the_scale_by_a_bounded_factor() -> None:
     """However long a run agrees with itself."""
     once = played([FIRST, STEPS[0]]).played
-    for sign, bound in ((-1.0, math.exp(4)), (1.0, math.exp(-4))):
+    for sign, bound in ((-1.0, math.exp(4)), (1.0, math.exp(-2))):
         row = played([FIRST, STEPS[0], *[(sign, 1.0, 9.0, 0.0, 1e-6, 0.0)] * 5000])
         assert row.played / once == pytest.approx(bound, rel=0.1)
 

@@ -24,7 +24,8 @@ def peer(package: str, name: str) -> Build:
 
 def released(params: list[nn.Parameter]) -> Any:
     optimizer = mechanize(torch.optim.AdamW(params))
-    step(optimizer, params)
+    for _ in range(STEPS):
+        step(optimizer, params)
     optimizer.freeze(release=True)
     return optimizer
 

@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from mechanic_plugins.core.param_state import PREFIX
-from mechanic_plugins.core.relative import PRIOR
+from mechanic_plugins.core.relative import BEGINNING, PRIOR
 from mechanic_plugins.core.row import SCALARS, VECTORS
 from mechanic_plugins.core.settings import Settings
 
@@ -195,7 +195,8 @@ class _Reader:
         if not at["played"] or not at["lr"]:
             return {}
         size = at["played"] * at["lr"] / PRIOR
-        numbers = {"s": at["played"], **at, "gradients": 1.0, "size": size, "length": 1.0, "path": -1.0}
+        numbers = {"s": at["played"], **at, "gradients": float(BEGINNING), "size": size}
+        numbers |= {"length": 1.0, "path": -1.0, "touched": 1.0}
         return {name: [number] for name, number in numbers.items()}
 
     def _field(self, name: str) -> list[float] | None:

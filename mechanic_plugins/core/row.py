@@ -11,11 +11,24 @@ __all__ = ["SCALARS", "VECTORS", "Products", "Row"]
 VECTORS = ("s", "r", "m", "v", "q", "w0")
 """The paper's letters, one number for each beta. The default rule has one of each: `s` is the scale; `r`, `v` and `m`
 sum up z, z^2 and the steps. `q` and `w0` serve `rule="theory"` alone."""
-SCALARS = ("s_init", "played", "h", "lr", "gradients", "longest", "size", "length", "path", "travelled", "elapsed")
+SCALARS = (
+    "s_init",
+    "played",
+    "h",
+    "lr",
+    "gradients",
+    "longest",
+    "size",
+    "length",
+    "path",
+    "travelled",
+    "elapsed",
+    "touched",
+)
 """`played` is the scale that made the current weights, `h` what the last step saw, `lr` the base's highest lr so far,
-`gradients` the number of those that were not zero, `longest` the norm of the longest. `size`, `length` and `path` are
-the default rule's: see `mechanic_plugins.core.relative`. `travelled` is the sum of scale * lr and `elapsed` that of lr;
-their ratio is the mean scale."""
+`gradients` the number of those that were not zero, `longest` the norm of the longest. `size`, `touched`, `length` and
+`path` are the default rule's: see `mechanic_plugins.core.relative`. `travelled` is the sum of scale * lr and `elapsed`
+that of lr; their ratio is the mean scale."""
 
 
 class Products(NamedTuple):
@@ -50,6 +63,7 @@ class Row:
     path: float
     travelled: float
     elapsed: float
+    touched: float
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Row:

@@ -89,7 +89,7 @@ def _has_outlier(rows: Sequence[Row], products: Sequence[Products]) -> bool:
     for row, sums in zip(rows, products, strict=True):
         norm = math.sqrt(sums.gg)
         if 0 < relative.OUTLIER * row.longest < norm:
-            found, norm = True, relative.OUTLIER_GROWTH * row.longest
+            found, norm = True, relative.OUTLIER * row.longest
         row.longest = max(row.longest, norm)
     return found
 

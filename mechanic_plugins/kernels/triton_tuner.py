@@ -14,8 +14,8 @@ _THEORY, _RELATIVE = tl.constexpr(3), tl.constexpr(4)
 _MAX_SCALE, _S_DECAY, _EPS, _S_INIT, _BETAS = (tl.constexpr(place) for place in range(5))
 """Places in `constants`: see `mechanic_plugins.kernels.gpu_tuner.constants_of`."""
 _PLAYED, _H, _LR, _GRADIENTS, _LONGEST = (tl.constexpr(place) for place in range(1, 6))
-_SIZE, _LENGTH, _PATH, _TRAVELLED, _ELAPSED = (tl.constexpr(place) for place in range(6, 11))
-_SCALARS = tl.constexpr(11)
+_SIZE, _LENGTH, _PATH, _TRAVELLED, _ELAPSED, _TOUCHED = (tl.constexpr(place) for place in range(6, 12))
+_SCALARS = tl.constexpr(12)
 """Places of the scalars in a row, behind its six vectors (`mechanic_plugins.core.row.SCALARS`); s_init is the first."""
 
 
@@ -23,8 +23,8 @@ _SCALARS = tl.constexpr(11)
 def tuner_kernel(
     sums, old, new, constants, counters, new_counters, scales, lrs, norm_high, norm_low, tuners,
     RULE: tl.constexpr, HOLD: tl.constexpr, CAPPED: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
-    PRIOR: tl.constexpr, GAIN: tl.constexpr, DOUBT: tl.constexpr, MEMORY: tl.constexpr, OUTLIER: tl.constexpr,
-    OUTLIER_GROWTH: tl.constexpr, NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
+    PRIOR: tl.constexpr, GAIN: tl.constexpr, ADVERSE: tl.constexpr, DOUBT: tl.constexpr, MEMORY: tl.constexpr,
+    BEGINNING: tl.constexpr, OUTLIER: tl.constexpr, NUMBERS: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`decide`, a tuner a program.
 
@@ -50,15 +50,15 @@ def tuner_kernel(
     last_lr, before = tl.load(scalars + _LR), tl.load(scalars + _PLAYED)
     peak = tl.where(lr > last_lr, lr, last_lr)
     q, w0 = tl.load(old + 4 * n + lane, inside, 0.0), tl.load(old + 5 * n + lane, inside, 0.0)
-    size, length = tl.load(scalars + _SIZE), tl.load(scalars + _LENGTH)
+    size, length, touched = tl.load(scalars + _SIZE), tl.load(scalars + _LENGTH), tl.load(scalars + _TOUCHED)
     longest = tl.load(scalars + _LONGEST)
     if RULE == _RELATIVE:
-        s, r, m, v, h, gradients, size, length = _relative(
-            sums, old, clip, peak, size, length, PRIOR, GAIN, DOUBT, MEMORY, n, N
+        s, r, m, v, h, gradients, size, length, touched = _relative(
+            sums, old, clip, peak, size, length, touched, PRIOR, GAIN, ADVERSE, DOUBT, MEMORY, BEGINNING, n, N
         )
         norm = clip * tl.sqrt(tl.where(is_finite, tl.load(sums + 1), 0.0))
         mine = (longest > 0) & (norm > OUTLIER * longest)
-        raised = tl.maximum(longest, tl.where(mine, OUTLIER_GROWTH * longest, norm))
+        raised = tl.maximum(longest, tl.where(mine, OUTLIER * longest, norm))
         longest = tl.where(has_gradients, raised, longest)
     else:
         s, r, m, v, q, w0, h, gradients = _published(sums, old, clip, q, w0, constants, RULE, n, N)
@@ -79,6 +79,7 @@ def tuner_kernel(
     tl.store(new + 6 * n + _LONGEST, longest)
     tl.store(new + 6 * n + _SIZE, tl.where(keep, size, tl.load(scalars + _SIZE)))
     tl.store(new + 6 * n + _LENGTH, tl.where(keep, length, tl.load(scalars + _LENGTH)))
+    tl.store(new + 6 * n + _TOUCHED, tl.where(keep, touched, tl.load(scalars + _TOUCHED)))
     _walk(scalars, new + 6 * n, before, played, lr, peak, made)
     scales += program * 6
     tl.store(scales + 0, before)
@@ -129,24 +130,27 @@ def _walk(scalars, new, before, played, lr, peak, made):
     """`walk`, and what `Row.travelled` and `elapsed` add up, for a step that is made."""
     path = tl.load(scalars + _PATH)
     further = tl.where(before > 0, path, 0.0) + tl.where(played > 0, played, 1.0) * lr
-    tl.store(new + _PATH, tl.where(made & (path >= 0), further, path))
+    tl.store(new + _PATH, tl.where(made & (path >= 0) & (lr > 0), further, path))
     tl.store(new + _TRAVELLED, tl.load(scalars + _TRAVELLED) + tl.where(made, played * lr, 0.0))
     tl.store(new + _ELAPSED, tl.load(scalars + _ELAPSED) + tl.where(made & (played > 0), lr, 0.0))
     tl.store(new + _LR, tl.where(made, peak, tl.load(scalars + _LR)))
 
 
 @triton.jit
-def _relative(sums, old, clip, peak, size, length, PRIOR: tl.constexpr, GAIN: tl.constexpr, DOUBT: tl.constexpr,
-              MEMORY: tl.constexpr, n: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _relative(sums, old, clip, peak, size, length, touched, PRIOR: tl.constexpr, GAIN: tl.constexpr,
+              ADVERSE: tl.constexpr, DOUBT: tl.constexpr, MEMORY: tl.constexpr, BEGINNING: tl.constexpr,
+              n: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """`relative.advance`, with vectors of one lane."""
     lane = tl.arange(0, N)
     scalars = old + 6 * n
     gradients, played, path = tl.load(scalars + _GRADIENTS), tl.load(scalars + _PLAYED), tl.load(scalars + _PATH)
     has_gradient = tl.load(sums + 1) > 0
-    is_first = has_gradient & (gradients == 0) & (size == 0) & (played == 0)
-    nonzero, last = tl.load(sums + 3), tl.load(sums + 5)
-    square = tl.where(nonzero > 0, tl.load(sums + 2) / tl.where(nonzero > 0, nonzero, 1.0), 1.0)
-    size = tl.where(is_first, tl.sqrt(tl.maximum(last * square, 0.0)), size)
+    is_first = has_gradient & (gradients == 0) & (size == 0)
+    squares, nonzero, last = tl.load(sums + 2), tl.load(sums + 3), tl.load(sums + 5)
+    measured = tl.sqrt(tl.where(nonzero > 0, squares / tl.where(nonzero > 0, nonzero, 1.0), 1.0))
+    counted = tl.where(has_gradient & (gradients < BEGINNING), tl.maximum(touched, squares), touched)
+    touched = tl.where(is_first, last, counted)
+    size = tl.where(is_first, measured, size)
     moved = tl.where(played > 0, played, 1.0) * tl.sqrt(tl.load(sums + 4)) / tl.where(path > 0, path, 1.0)
     length = tl.where(has_gradient & (is_first == 0) & (path > 0), tl.maximum(length, moved), length)
     h = tl.where(is_first, 0.0, clip * tl.load(sums) + last)
@@ -159,10 +163,11 @@ def _relative(sums, old, clip, peak, size, length, PRIOR: tl.constexpr, GAIN: tl
     v = tl.where(gathers, kept * v + z * z, v)
     energy = v * (m + DOUBT)
     rho = tl.where(energy > 0, r / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
+    rho = tl.where(rho > 0, rho, ADVERSE * rho)
     unit = peak * length
-    scale = PRIOR * size / tl.where(unit > 0, unit, 1.0) * tl.exp(GAIN * rho)
+    scale = PRIOR * size * tl.sqrt(touched) / tl.where(unit > 0, unit, 1.0) * tl.exp(GAIN * rho)
     s = tl.where(has_gradient & (unit > 0), scale, tl.load(old + lane))
-    return s, r, m, v, h, gradients + tl.where(has_gradient, 1.0, 0.0), size, length
+    return s, r, m, v, h, gradients + tl.where(has_gradient, 1.0, 0.0), size, length, touched
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, REF, ParamState
-from mechanic_plugins.core.relative import OUTLIER
+from mechanic_plugins.core.relative import BEGINNING, OUTLIER
 from mechanic_plugins.core.tuner import SUMS, clip_factor
 from mechanic_plugins.core.tuner_state import initial_state
 from mechanic_plugins.distributed.engines import refuse_unattached
@@ -144,20 +144,22 @@ class MechanicOptimizer(Freezing):
         state = progress.tuner
         return {"tuners": len(state), "device": state.device, "with_dx": bool(self.settings.s_decay)}
 
-    def _new_tuners(self, progress: Progress) -> list[int]:
-        """Those that have not seen a gradient yet. Waits for the device until all have, mostly once."""
+    def _new_tuners(self, progress: Progress) -> dict[int, bool]:
+        """Those that begin, and whether they have seen no gradient yet. Waits for the device in the first few steps."""
         if self.settings.rule != "relative" or (self._sized is progress and self._tuners_sized == len(progress.tuner)):
-            return []
+            return {}
         if is_capturing(progress.tuner.device):
-            return list(range(len(progress.tuner))) if progress.unit == 0 else []
-        sizes = progress.tuner.column("size")[:, 0].tolist()
-        new = [index for index, size in enumerate(sizes) if size == 0]
+            return dict.fromkeys(range(len(progress.tuner)), True) if progress.unit == 0 else {}
+        known = torch.cat([progress.tuner.column(name) for name in ("gradients", "size")], dim=1).tolist()
+        new = {index: size == 0 for index, (gradients, size) in enumerate(known) if gradients < BEGINNING}
         if not new:
             self._sized, self._tuners_sized = progress, len(progress.tuner)
         return new
 
     def _was_false_start(self, vector: Tensor, progress: Progress) -> bool:
-        """Whether the one gradient so far was an outlier beside this one. The weights have not moved yet.
+        """Whether the one gradient so far is far longer or shorter than this one. The weights have not moved yet.
+
+        Which of the two is the odd one the next step shows. A scale by the first would be as far off as that is.
 
         Never for a base whose state cannot be dropped: it was there before the first step, or an engine has views of
         it. DeepSpeed's engines therefore keep such a gradient; those that call `decide` do not come here at all. On a
@@ -174,7 +176,8 @@ class MechanicOptimizer(Freezing):
         clip = clip_factor(numbers, self.max_grad_norm)
         norms = [clip * math.sqrt(square) if square >= 0 else 0.0 for square in numbers[1 : -1 : len(SUMS)]]
         longest = progress.tuner.column("longest")[:, 0].tolist()
-        return any(0 < OUTLIER * norm < before for norm, before in zip(norms, longest, strict=True))
+        pairs = zip(norms, longest, strict=True)
+        return any(max(a, b) > OUTLIER * min(a, b) > 0 for a, b in pairs if math.isfinite(a))
 
     def _forget_start(self, progress: Progress) -> None:
         """Begins anew with this step: the outlier would stay in the base's moments, and in delta."""
@@ -263,8 +266,8 @@ class MechanicOptimizer(Freezing):
         sums, new = self._passes.sums(entries, **self._about_sums(progress)), self._new_tuners(progress)
         make_room(sums, new)
         for entry in entries:
-            if entry.tuner_index in new:
-                add_sizes(sums, entry.tuner_index, [entry.param_state.x], [entry.param_state.grad], 1.0)
+            if (index := entry.tuner_index) in new:
+                add_sizes(sums, index, [entry.param_state.x], [entry.param_state.grad], 1.0, is_first=new[index])
         return sums
 
     # ---------------------------------------------------------------- the dry run of torch.distributed.checkpoint

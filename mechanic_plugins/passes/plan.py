@@ -7,7 +7,7 @@ starts a handful of launches.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -237,12 +237,13 @@ class Plan:
             batch.add_sums(out, with_dx=with_dx)
         return out
 
-    def add_sizes(self, out: Tensor, tuners: Collection[int]) -> None:
-        """The sums of these tuners' first step, beside gg: see `kernels.sizes`. Delta is 0 then, and all others are."""
-        make_room(out, tuners)
+    def add_sizes(self, out: Tensor, new: Mapping[int, bool]) -> None:
+        """What is measured of tuners that begin: see `kernels.sizes`."""
+        make_room(out, new)
         for batch in self.batches:
-            if batch.tuner_index in tuners:
-                add_sizes(out, batch.tuner_index, batch.xs(), batch.grads(), batch.weight)
+            index = batch.tuner_index
+            if index in new:
+                add_sizes(out, index, batch.xs(), batch.grads(), batch.weight, is_first=new[index])
 
     def start(self, closure: Closure | None) -> list[Any]:
         """What of `apply` needs no decision, to be done while the sums travel. `apply` takes it out of the list."""

@@ -57,7 +57,7 @@ def train(
     **options: Any,
 ) -> Any:
     net = make_net(dtype)
-    optimizer = mechanize(build(net.parameters()), s_init=1e-4, s_decay=0.01, **options)  # all five sums count
+    optimizer = mechanize(build(net.parameters()), **options)
     lrs = [group["lr"] for group in optimizer.param_groups]
     generator = torch.Generator(DEVICE).manual_seed(1)
     for step in range(steps):
@@ -114,7 +114,7 @@ def train_clipped(build: Build, *, by_hand: bool, **options: Any) -> Any:
     steps = options.pop("steps", STEPS)
     if not by_hand:
         options["max_grad_norm"] = CLIP
-    optimizer = mechanize(build(net.parameters()), s_init=1e-4, s_decay=0.01, **options)
+    optimizer = mechanize(build(net.parameters()), **options)
     generator, norms = torch.Generator(DEVICE).manual_seed(1), []
     for step in range(steps):
         x = torch.randn(128, 64, device=DEVICE, generator=generator).to(next(net.parameters()).dtype)
@@ -167,7 +167,7 @@ def check_skipped_clipping() -> Iterator[tuple[str, bool]]:
     """A norm that is not finite leaves weights, state and gradients alone, on the device."""
     for backend in ("triton", "fused"):
         params = [nn.Parameter(torch.randn(300, 7, device=DEVICE)), nn.Parameter(torch.randn(5, device=DEVICE))]
-        optimizer = mechanize(torch.optim.AdamW(params, fused=True), s_init=1e-3, backend=backend, max_grad_norm=CLIP)
+        optimizer = mechanize(torch.optim.AdamW(params, fused=True), backend=backend, max_grad_norm=CLIP)
         for step in range(6):
             for p in params:
                 p.grad = torch.ones_like(p)
@@ -186,7 +186,7 @@ def check_clipping_in_a_graph() -> Iterator[tuple[str, bool]]:
     for capture in (False, True):
         params, lr = three_params(), torch.tensor(1e-2, device=DEVICE)
         base = torch.optim.AdamW(params, lr=lr, fused=True, capturable=True)
-        optimizer, graph = mechanize(base, s_init=1e-3, max_grad_norm=100.0), torch.cuda.CUDAGraph()
+        optimizer, graph = mechanize(base, max_grad_norm=100.0), torch.cuda.CUDAGraph()
         for step in range(20):
             for p in params:
                 p.grad.copy_((p.detach() - step) / (1 + step % 4) ** 4)  # type: ignore[union-attr]
@@ -208,7 +208,7 @@ def check_clipping_in_a_graph() -> Iterator[tuple[str, bool]]:
 def check_bf16() -> Iterator[tuple[str, bool]]:
     for backend in ("triton", "fused"):
         _, optimizer = train(BASES["adamw"], dtype=torch.bfloat16, backend=backend, sync_free=True)
-        played = optimizer._progress.tuner.played[0, 0].float()
+        played = optimizer._progress.tuner.played[0].float()
         off = 0
         for p in optimizer._params():
             state = optimizer.state[p]
@@ -234,7 +234,7 @@ def check_delta_in_bf16() -> Iterator[tuple[str, bool]]:
 def check_skipped_step() -> Iterator[tuple[str, bool]]:
     for backend in ("triton", "fused"):
         params = [nn.Parameter(torch.randn(300, 7, device=DEVICE)), nn.Parameter(torch.randn(5, device=DEVICE))]
-        optimizer = mechanize(torch.optim.AdamW(params, lr=1e-2, fused=True), s_init=1e-3, backend=backend)
+        optimizer = mechanize(torch.optim.AdamW(params, lr=1e-2, fused=True), backend=backend)
         before: list[Tensor] = []
         for step in range(5):
             for p in params:
@@ -264,7 +264,7 @@ def check_graph() -> Iterator[tuple[str, bool]]:
     results = []
     for capture in (False, True):
         params, lr = three_params(), torch.tensor(1e-2, device=DEVICE)
-        optimizer = mechanize(torch.optim.AdamW(params, lr=lr, fused=True, capturable=True), s_init=1e-3)
+        optimizer = mechanize(torch.optim.AdamW(params, lr=lr, fused=True, capturable=True))
         graph = torch.cuda.CUDAGraph()
         for step in range(30):
             for p in params:

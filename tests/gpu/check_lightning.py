@@ -30,7 +30,7 @@ from mechanic_plugins.lightning import Mechanic, installed
 pl = installed()[0]
 DEVICE = torch.device("cuda", 0)
 BATCH, BATCHES, EPOCHS = 64, 10, 4
-OPTIONS: dict[str, Any] = {"settings": Settings(s_init=0.01)}
+OPTIONS: dict[str, Any] = {"settings": Settings(rule="paper", s_init=0.01)}
 
 
 def net() -> nn.Sequential:

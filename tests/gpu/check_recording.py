@@ -62,8 +62,8 @@ class Run:
         return optimizer
 
     def allow(self, optimizer: MechanicOptimizer) -> None:
-        """To record whole steps, and the tuner's and the passes' alone where there are no kernels."""
-        optimizer._recorder._can_record = optimizer._decider._can_record = self.recorded
+        """To record whole steps, and the passes alone where there are no kernels."""
+        optimizer._recorder._can_record = self.recorded
         self.by_operations = optimizer.backend == "foreach"
 
     def step(self, index: int, poison: float = 1.0) -> None:
@@ -77,7 +77,7 @@ class Run:
         before, Replays.can_record = Counted.replays, self.recorded
         self.optimizer.step()
         self.norms.append(self.optimizer.grad_norm)
-        self.replays += Counted.replays - before >= (3 if self.by_operations else 1)  # sums, tuner, move
+        self.replays += Counted.replays - before >= (2 if self.by_operations else 1)  # sums, move
 
     def train(self, change: Change | None) -> list[Tensor]:
         for index in range(STEPS):
@@ -215,7 +215,7 @@ def check_changes() -> Iterator[tuple[str, bool]]:
     for change in CHANGES:
         yield compared("adamw", change, max_grad_norm=0.3)
         yield compared("adamw", change, max_grad_norm=0.3, backend="foreach")
-        yield compared("adamw", change, wide=True, s_decay=0.01, backend="foreach")
+        yield compared("adamw", change, wide=True, rule="paper", backend="foreach")
     for base in BASES:
         yield compared(base, None)
         yield compared(base, freeze_and_unfreeze, max_grad_norm=0.3, scope="group")

@@ -203,7 +203,9 @@ def test_a_first_step_that_is_not_made_does_not_fix_the_unit(backend: str, kind:
     ends = []
     for has_one in (False, True):
         p = nn.Parameter(torch.ones(4))
-        optimizer = mechanize(torch.optim.SGD([p], lr=0.01), settings=Settings(rule="paper", s_init=1e-3), backend=backend)
+        optimizer = mechanize(
+            torch.optim.SGD([p], lr=0.01), settings=Settings(rule="paper", s_init=1e-3), backend=backend
+        )
         if has_one:
             p.grad = torch.full((4,), math.nan) if kind == "not finite" else None
             optimizer.step()
