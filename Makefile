@@ -16,6 +16,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --n
 .PHONY: help install test test-fast test-long test-outside test-programs lint format demo docs clean
 
 help:
+	@echo 'make demo     a first training run: a table and a picture, a minute; options by ARGS="--steps 200"'
 	@echo 'make test     the whole suite, on two cores; more by WORKERS=4'
 	@echo 'make test-fast'
 	@echo '              the core alone, for the inner loop: no frameworks, no ranks, nothing slow'
@@ -28,8 +29,8 @@ help:
 	@echo '              the programs of docs/programs.md, installed by pip into .programs/; one by ARGS="--only litgpt"'
 	@echo 'make lint     ruff and mypy --strict'
 	@echo 'make format   let ruff rewrite the files'
-	@echo 'make demo     a first training run: a table and a picture; options by ARGS="--steps 200"'
 	@echo 'make docs     the documentation, into site/; fails on a broken link'
+	@echo 'All install .venv first: 2.6 GB with torch for CPUs, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu'
 	@echo 'make clean    remove the virtual environment and all caches'
 
 install: $(INSTALLED)
@@ -80,6 +81,7 @@ demo: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --group docs --constraint constraints.txt
 	$(BIN)/python docs/options.py
+	$(BIN)/python docs/api.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide warnings from --strict
 
 clean:

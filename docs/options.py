@@ -1,4 +1,4 @@
-"""Writes the tables of options.md from the code: the docstring of `mechanize`, and the settings of each rule.
+"""Writes the tables of options.md from the code: the docstring of `mechanize`, and the constants of each rule.
 
 python docs/options.py           # what `make docs` runs
 python docs/options.py --check   # fails where the page is out of date
@@ -13,17 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mechanic_plugins import MechanicOptimizer, mechanize
+from mechanic_plugins import mechanize
+from mechanic_plugins.core.settings import PUBLISHED
+from mechanic_plugins.options import parameters
 
 PAGE = Path(__file__).parent / "options.md"
-CONSTANTS = ("s_init", "first_move", "s_decay", "eps", "smoothing", "hindsight", "own_warmup")
-CHOICES: list[dict[str, Any]] = [
-    {},
-    *({"rule": rule} for rule in ("paper", "experiments", "optax", "theory")),
-    *({"preset": preset} for preset in ("paper", "0.1")),
-]
+CONSTANTS = ("s_init", "s_decay", "eps")
 
 
 def arguments() -> dict[str, str]:
@@ -36,39 +31,27 @@ def arguments() -> dict[str, str]:
 def options_table() -> str:
     """One row for each keyword of `mechanize`."""
     lines = ["| option | default | meaning |", "|---|---|---|"]
-    meanings, built = arguments(), _mechanized().settings
-    for name, parameter in inspect.signature(mechanize).parameters.items():
-        if parameter.kind is not parameter.KEYWORD_ONLY:
-            continue
-        default = getattr(built, name, parameter.default) if parameter.default is None else parameter.default
-        meaning = re.sub(r" \[([^\]]*)\](?=\.$)", _explained, meanings[name])
-        lines.append(f"| `{name}` | `{_shown(default)}` | {meaning} |")
+    meanings = arguments()
+    for option in parameters():
+        meaning = re.sub(r" \[([^\]]*)\](?=\.$)", _explained, meanings[option.name])
+        lines.append(f"| `{option.name}` | `{_shown(option.default)}` | {meaning} |")
     return "\n".join(lines)
 
 
 def constants_table() -> str:
-    """What each rule and preset sets."""
-    lines = [f"| | {' | '.join(f'`{name}`' for name in CONSTANTS)} |", "|---" * (1 + len(CONSTANTS)) + "|"]
-    for choice in CHOICES:
-        settings = _mechanized(**choice).settings
-        cells = [_shown(getattr(settings, name)) for name in CONSTANTS]
-        if settings.s_init != "auto":
-            cells[CONSTANTS.index("first_move")] = "-"
-        label = ", ".join(f"`{key}={_shown(value)}`" for key, value in choice.items()) or "default"
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+    """What each published rule sets."""
+    lines = [f"| `rule` | {' | '.join(f'`{name}`' for name in CONSTANTS)} |", "|---" * (1 + len(CONSTANTS)) + "|"]
+    for rule, constants in PUBLISHED.items():
+        lines.append(f"| `{_shown(rule)}` | {' | '.join(_shown(constants[name]) for name in CONSTANTS)} |")
     return "\n".join(lines)
 
 
-def _mechanized(**options: Any) -> MechanicOptimizer:
-    return mechanize(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0), **options)
-
-
 def _explained(bracket: re.Match[str]) -> str:
-    """The docstring's default, which has a column of its own, unless more is said of it."""
-    return f" ({bracket[1]})" if ": " in bracket[1] else ""
+    """What the docstring says of a default that is worked out."""
+    return f" (default: {bracket[1]})"
 
 
-def _shown(value: object) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return f'"{value}"' if isinstance(value, str) else str(value)

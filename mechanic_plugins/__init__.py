@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mechanic_plugins.core.settings import Settings as Settings
     from mechanic_plugins.optimizer import MechanicOptimizer as MechanicOptimizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "MechanicOptimizer": "optimizer",

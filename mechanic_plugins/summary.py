@@ -120,8 +120,8 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
 def is_still_rising(history: ScaleHistory) -> bool:
     """Whether the scale grew nearly as fast in the last quarter of the run as it ever did. Waits for the device.
 
-    The scale rises by a constant factor per step until it is found; later drift is small beside that. So the measure is
-    the run's own fastest quarter. A resumed run has not seen the rise and never counts.
+    The scale rises fast until it is found; later drift is small beside that. So the measure is the run's own fastest
+    quarter. A resumed run has not seen the rise and never counts.
     """
     logs = [math.log(scale) for scale in history.scales() if scale > 0]
     quarter = max(len(logs) // 4, 1)

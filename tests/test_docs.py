@@ -5,27 +5,25 @@ Blocks that need ranks run in deepspeed_plugin/test_deepspeed_docs.py and distri
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import inspect
 import re
 import runpy
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from documented import PAGES, ROOT, Model, blocks, execute, python_blocks, train
-from torch import Tensor
+from documented import PAGES, ROOT, Block, blocks, execute
 
-from mechanic_plugins import MechanicOptimizer, mechanize
+import mechanic_plugins
 from mechanic_plugins.core.tuner_state import empty_sums
+from mechanic_plugins.options import parameters
 
 pytestmark = pytest.mark.slow
 
 README = (ROOT / "README.md").read_text()
+HERE = [block for block in blocks("python") if not block.reason and not block.needs_ranks]
 
 
 @pytest.fixture(autouse=True)
@@ -34,97 +32,23 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def pages_with(kind: str) -> list[str]:
-    return list(dict.fromkeys(block.page.name for block in python_blocks(kind)))
-
-
 # ------------------------------------------------------------------------------------------------ python
 
 
-@pytest.mark.parametrize("page", pages_with("plain"))
-def test_plain_blocks(page: str) -> None:
-    names = execute(python_blocks("plain", page), {"torch": torch, "model": Model(), "train": train})
-    built = [value for value in names.values() if isinstance(value, MechanicOptimizer)]
-    assert built
+@pytest.mark.parametrize("block", HERE, ids=lambda block: block.place)
+@pytest.mark.filterwarnings("default")  # Lightning's and transformers' own
+def test_python_blocks_run_as_they_are_printed(block: Block) -> None:
+    """Each alone: a reader pastes one of them, not the page."""
+    assert "mechanic_plugins" in block.text
+    names = execute(block)
     if "plain" in names:
-        assert not isinstance(names["plain"], MechanicOptimizer)
+        assert type(names["plain"]) is torch.optim.AdamW
+    if "learned" in names:
+        assert 1e-5 < names["learned"] < 1
 
 
-def lightning_names() -> dict[str, Any]:
-    import lightning.pytorch as pl
-    from lightning.fabric import Fabric
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Model()
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return self.net(batch[0]).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters())
-
-        def train_dataloader(self) -> Any:
-            data = torch.utils.data.TensorDataset(torch.randn(64, 8))
-            return torch.utils.data.DataLoader(data, batch_size=8)
-
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = functools.partial(pl.Trainer, accelerator="cpu", devices=1, **quiet)
-    fabric = Fabric(accelerator="cpu", devices=1)
-    return {"torch": torch, "Trainer": trainer, "module": Module(), "fabric": fabric, "net": Model()}
-
-
-@pytest.mark.parametrize("page", pages_with("lightning"))
-@pytest.mark.filterwarnings("default")  # Lightning's own, which tests/lightning does not let through
-def test_lightning_blocks(page: str) -> None:
-    names = execute(python_blocks("lightning", page), lightning_names())
-    assert names["trainer"].callback_metrics["mechanic/scale"] > 0
-    if page == "lightning.md":
-        assert Path("plain.ckpt").exists()
-        assert names["learned"] > 0
-
-
-def transformers_names() -> dict[str, Any]:
-    import transformers
-
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=8)
-    config.bos_token_id = config.eos_token_id = 0
-    tokens = torch.arange(32 * 8).view(32, 8) % 32
-    arguments = functools.partial(
-        transformers.TrainingArguments, use_cpu=True, report_to="none", disable_tqdm=True, save_total_limit=1
-    )
-    return {
-        "torch": torch,
-        "Trainer": transformers.Trainer,
-        "TrainingArguments": arguments,
-        "model": transformers.GPT2LMHeadModel(config),
-        "dataset": [{"input_ids": row, "labels": row} for row in tokens],
-    }
-
-
-@pytest.mark.parametrize("page", pages_with("transformers"))
-@pytest.mark.filterwarnings("default")  # as above
-def test_transformers_blocks(page: str) -> None:
-    names = execute(python_blocks("transformers", page), transformers_names())
-    assert str(names["args"].optim.value).startswith("mechanic_")
-    if page == "huggingface.md":
-        assert Path("plain/checkpoint-20/optimizer.pt").exists()
-
-
-@pytest.mark.parametrize("page", pages_with("accelerate"))
-def test_accelerate_blocks(page: str) -> None:
-    import accelerate
-
-    names = {"torch": torch, "model": Model(), "train": train, "accelerator": accelerate.Accelerator(cpu=True)}
-    names = execute(python_blocks("accelerate", page), names)
-    assert isinstance(names["optimizer"].optimizer, MechanicOptimizer)
-
-
-def test_no_kind_of_block_is_left_out() -> None:
-    run_here = {"plain", "lightning", "transformers", "accelerate"}
-    run_on_ranks = {"deepspeed", "sharding"}
-    assert {block.kind for block in blocks("python")} == run_here | run_on_ranks
+def test_blocks_that_are_not_run_are_those_of_other_programs() -> None:
+    assert len(HERE) > 12
     assert {block.page.name for block in blocks("python") if block.reason} == {"programs.md"}
     assert blocks("py") + blocks("sh") + blocks("shell") == []
 
@@ -141,11 +65,11 @@ SHORT = {
 """The commands that run as they are printed, with what makes them short appended."""
 
 ELSEWHERE = {
+    "README.md": ["mechanic-run", "mechanic-run"],
     "huggingface.md": ["mechanic-run", "python", "torchrun", "accelerate", "deepspeed"],
     "deepspeed.md": ["torchrun", "python"],
     "sharding.md": ["torchrun", "torchrun"],
     "results.md": ["python", "python", "python"],
-    "performance.md": ["python"],
     "CONTRIBUTING.md": ["python", "twine"],
     "plot.md": ["python"],
     "programs.md": [
@@ -188,7 +112,7 @@ def test_what_is_not_run_is_marked_and_listed() -> None:
 
 def test_every_other_command_is_known() -> None:
     others = {command for _, command in commands(marked=False)}
-    others = {command for command in others if not command.startswith(("pip install ", "make "))}
+    others = {command for command in others if not command.startswith(("pip install ", "make ", "git clone "))}
     assert others == set(SHORT)
 
 
@@ -210,9 +134,9 @@ def test_commands_run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_make_targets_exist() -> None:
-    targets = {command.split()[1] for _, command in commands(marked=False) if command.startswith("make ")}
+    targets = {target for _, command in commands(marked=False) for target in re.findall(r"\bmake (\w+)$", command)}
     makefile = (ROOT / "Makefile").read_text()
-    assert targets == {"install", "test", "lint", "docs"}
+    assert targets == {"install", "demo", "test", "lint"}
     assert [t for t in targets if not re.search(rf"^{t}:", makefile, flags=re.MULTILINE)] == []
 
 
@@ -235,12 +159,28 @@ def test_extras_exist() -> None:
 # ------------------------------------------------------------------------------------------------ what is named
 
 
-def test_readme_is_short_and_has_the_commands_of_ci() -> None:
+def test_readme_is_short_and_begins_with_two_commands() -> None:
     assert len(README.splitlines()) <= 150
+    assert README.index("&& make demo\n") < README.index("\nmake test\n") < README.index("```python")
+
+
+def test_contributors_are_told_what_ci_runs() -> None:
     ci = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
     assert ci == ["make test", "make lint"]
-    assert "\n".join(ci) in README
-    assert README.index("pip install") < README.index("```python")
+    assert "\n".join(ci) in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_no_page_speaks_of_what_is_gone() -> None:
+    gone = re.compile(r"total_steps|preset=|first_move|hindsight|smoothing|own_warmup|optimistic|\bTOO_SHORT\b")
+    assert [(page.name, gone.findall(text)) for page in PAGES if gone.search(text := page.read_text())] == []
+
+
+def test_the_version_is_the_changelogs_and_the_citations() -> None:
+    version = mechanic_plugins.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    first = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert first
+    assert first[1] in (version, "Unreleased")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -283,12 +223,16 @@ def test_the_repository_has_one_address() -> None:
 
 def test_every_option_is_on_its_page() -> None:
     page = (ROOT / "docs" / "options.md").read_text()
-    parameters = inspect.signature(mechanize).parameters.values()
-    options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    assert len(options) > 10
-    assert [name for name in options if f"\n| `{name}` |" not in page] == []
+    assert [option.name for option in parameters() if f"\n| `{option.name}` |" not in page] == []
     tools = runpy.run_path(str(ROOT / "docs" / "options.py"))
     assert tools["updated"](page) == page, "run python docs/options.py"
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_api_is_that_of_the_code() -> None:
+    tools = runpy.run_path(str(ROOT / "docs" / "api.py"))
+    assert tools["page"]() == tools["PAGE"].read_text(), "run python docs/api.py"
+    assert set(tools["PUBLIC"]["mechanic_plugins"]) == set(mechanic_plugins.__all__)
 
 
 def test_the_bytes_of_the_all_reduce_are_those_of_the_sums() -> None:

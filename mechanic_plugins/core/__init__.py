@@ -1,1 +1,1 @@
-"""Algorithm 1 and what it needs to know: options, the tuner, schedules, bases. No distribution, no kernels."""
+"""The algorithm and what it needs to know: settings, the tuner, schedules, bases. No distribution, no kernels."""

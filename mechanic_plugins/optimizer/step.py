@@ -1,6 +1,6 @@
 """The optimizer that learns the scale of its learning rate while it trains.
 
-`MechanicOptimizer.step` reads like the paper's Algorithm 1: the sums over all parameters of all ranks, the tuner's
+`MechanicOptimizer.step` reads like the algorithm: the sums over all parameters of all ranks, the tuner's
 decision, the base's step and Mechanic's move.
 """
 
@@ -66,7 +66,7 @@ class MechanicOptimizer(Freezing):
     @hooked
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Algorithm 1. A step whose gradient is not finite, or an outlier, or not there at all, changes nothing.
+        """Steps the base at the learned scale. Outliers, gradients that are not finite, or none change nothing.
 
         With `max_grad_norm` base and tuner see the gradients clipped, as if `torch.nn.utils.clip_grad_norm_` had come
         before. The gradients themselves are left in either state: the step scales them in place where it has to.
