@@ -27,13 +27,7 @@ STILL_RISING = (
     "Mechanic's scale was still rising when the run ended, so most of it was trained at too small a learning rate: "
     "train for more steps."
 )
-_HARDLY_MOVED = (
-    "Mechanic's scale never left its start, so the weights have hardly moved: check that the gradients are not zero or "
-    "noise, and that the loss depends on these weights."
-)
 _NO_STEP = "Mechanic made no step: optimizer.step() was replaced or never called, so nothing was trained with it."
-_ENOUGH = 50
-"""Steps after which the scale has normally left its start."""
 
 
 class ScaleHistory:
@@ -100,11 +94,8 @@ def report(optimizer: MechanicOptimizer) -> str:
 def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[str]:
     """What looks wrong at the end of a run, each said once. Waits for the device."""
     found = []
-    if history is not None and len(history):
-        if is_still_rising(history):
-            found.append(STILL_RISING)
-        elif has_hardly_moved(history):
-            found.append(_HARDLY_MOVED)
+    if history is not None and is_still_rising(history):
+        found.append(STILL_RISING)
     metrics = optimizer.metrics()
     steps, skipped = (int(metrics[f"mechanic/{name}"]) for name in ("steps", "skipped_steps"))
     if not steps + skipped:
@@ -118,22 +109,14 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
 
 
 def is_still_rising(history: ScaleHistory) -> bool:
-    """Whether the scale grew nearly as fast in the last quarter of the run as it ever did. Waits for the device.
+    """Whether the learning rate in force grew nearly as fast in the last quarter of the run as it ever did.
 
-    The scale rises fast until it is found; later drift is small beside that. So the measure is the run's own fastest
-    quarter. A resumed run has not seen the rise and never counts.
+    It rises fast until it is found; later drift is small beside that. So the measure is the run's own fastest quarter.
+    A resumed run has not seen the rise and never counts. Waits for the device.
     """
-    logs = [math.log(scale) for scale in history.scales() if scale > 0]
+    logs = [math.log(max(lrs)) for lrs in history.lrs() if max(lrs) > 0]
     quarter = max(len(logs) // 4, 1)
     if len(logs) < 4 or not history.is_whole:
         return False
     growth = [later - earlier for earlier, later in zip(logs, logs[quarter:], strict=False)]
     return growth[-1] > max(min(0.025 * quarter, 0.1), 0.5 * max(growth))
-
-
-def has_hardly_moved(history: ScaleHistory) -> bool:
-    """Whether the scale never rose above its first value, in a run long enough to tell. Waits for the device."""
-    if not history.is_whole or len(history) < _ENOUGH:
-        return False
-    scales = [scale for scale in history.scales() if scale > 0]
-    return not scales or max(scales) < 1.5 * scales[0]

@@ -127,7 +127,7 @@ _ALLOWED: dict[str, _Allowed] = {
     "rule": _one_of(*get_args(Rule)),
     "scope": _one_of(*get_args(Scope)),
     "max_scale": _Allowed(
-        "None or a finite number > 0",
+        "a finite number > 0",
         lambda x: x is None or (_is_number(x) and 0 < x < math.inf),
         "the scale is capped there and would never leave zero. Leave it None for no cap.",
     ),

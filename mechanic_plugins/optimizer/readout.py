@@ -38,20 +38,26 @@ class Readout(Wrapper):
         self._last_lrs = [lr.detach().clone() if isinstance(lr, Tensor) else lr for lr in lrs]
 
     @property
+    def learned(self) -> Tensor:
+        """As `learned_lrs`, on the device."""
+        progress, unit = self._progress, self._units.of_delta(self._progress)
+        far, time, top = (progress.tuner.column(name)[:, 0] for name in ("travelled", "elapsed", "lr"))
+        peaks = torch.where(time > 0, far / time.clamp(min=1e-300) * top / unit, 0.0)
+        owners = [progress.tuner_of(group) for group in self.param_groups]
+        first = [progress.lr_refs.get(place, 0.0) for place in range(len(owners))]
+        largest = {owner: max(lr for lr, o in zip(first, owners, strict=True) if o == owner) for owner in owners}
+        shares = [lr / largest[owner] if largest[owner] > 0 else 1.0 for lr, owner in zip(first, owners, strict=True)]
+        return torch.stack([peaks[owner] * share for owner, share in zip(owners, shares, strict=True)])
+
+    @property
     def learned_lrs(self) -> list[float]:
         """The learned learning rate of each group. Synchronises with the device.
 
         The peak of the schedule times the mean scale: the fixed peak that would have taken the run as far. This is the
         number to write into a plain optimizer. 0 before anything was learned.
         """
-        progress, unit = self._progress, self._units.of_delta(self._progress)
-        columns = torch.cat([progress.tuner.column(name) for name in ("travelled", "elapsed", "lr")], dim=1).tolist()
-        peaks = [far / time * top / unit if time > 0 else 0.0 for far, time, top in columns]
-        owners = [progress.tuner_of(group) for group in self.param_groups]
-        first = [progress.lr_refs.get(place, 0.0) for place in range(len(owners))]
-        largest = {owner: max(lr for lr, o in zip(first, owners, strict=True) if o == owner) for owner in owners}
-        shares = [lr / largest[owner] if largest[owner] > 0 else 1.0 for lr, owner in zip(first, owners, strict=True)]
-        return [peaks[owner] * share for owner, share in zip(owners, shares, strict=True)]
+        numbers: list[float] = self.learned.tolist()
+        return numbers
 
     @property
     def learned_lr(self) -> float:

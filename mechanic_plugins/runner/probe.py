@@ -36,23 +36,21 @@ class _Run:
         self.base, self.optimizer = type(optimizer.base), ref(optimizer)
         self.setting = next((text for module, text in _SETTINGS.items() if _is_called_by(module)), None)
         self.history = ScaleHistory(limit=2 * probe or 512)
-        self.highest = torch.tensor(optimizer.learned_lr, dtype=torch.float64)
+        self.learned = optimizer.learned
         self.before = int(optimizer.tuner.steps) - 1
         self.steps = self.calls = 0
 
     def record(self, optimizer: MechanicOptimizer) -> None:
         """Without waiting for the device."""
         self.history.record(optimizer)
-        lrs = [scale * lr for scale, lr in zip(optimizer.scales.unbind(), optimizer.lrs, strict=True)]
-        now = lrs[0] if len(lrs) == 1 else torch.stack(lrs).max()
-        self.highest = torch.maximum(self.highest.to(now), now)
+        self.learned = optimizer.learned
 
     def said(self) -> list[str]:
         optimizer, name = self.optimizer(), self.base.__name__
         if optimizer is not None:
             return [f"{name}: {report(optimizer)}", *remarks(optimizer, self.history)]
         rising = [STILL_RISING] if is_still_rising(self.history) else []
-        return [f"{name}: Mechanic learned a learning rate of {float(self.highest):.3g}.", *rising]
+        return [f"{name}: Mechanic learned a learning rate of {float(self.learned.max()):.3g}.", *rising]
 
 
 class Recorder:
@@ -134,7 +132,7 @@ def _is_called_by(module: str) -> bool:
 
 def _lines(run: _Run, probe: int) -> list[str]:
     steps = f"{run.steps} steps" if run.steps >= probe else f"{run.steps} of {probe} steps, then the program ended"
-    title, lr = f"Mechanic around {run.base.__name__}, {steps}", float(run.highest)
+    title, lr = f"Mechanic around {run.base.__name__}, {steps}", float(run.learned.max())
     if not lr:
         return [f"{title}: no learning rate was learned. Probe for more steps."]
     lines = [f"{title}: learned lr {lr:.3g}", "Set it in the plain optimizer:", f"  {_code(run, lr)}"]
@@ -146,8 +144,7 @@ def _lines(run: _Run, probe: int) -> list[str]:
 
 
 def _code(run: _Run, lr: float) -> str:
-    rows = run.history.lrs()
-    groups = [max(row[group] for row in rows if group < len(row)) for group in range(max(map(len, rows)))]
+    groups = run.learned.tolist()
     if len(set(groups)) == 1:
         module = "torch.optim" if run.base.__module__.startswith("torch.optim.") else run.base.__module__
         return f"{module}.{run.base.__qualname__}(model.parameters(), lr={lr:.3g})  # your other arguments"

@@ -67,7 +67,7 @@ def test_the_effective_lr_is_logged_with_the_lr_of_the_step_that_was_made(pl: Mo
     *logged, end = rows(tmp_path)
     assert len(logged) == 3 * BATCHES, "one row a step, the loss's own"
     assert all(row["loss"] for row in logged)
-    assert float(end["mechanic/peak_lr"]) == max(float(row["mechanic/effective_lr"]) for row in logged)
+    assert float(end["mechanic/peak_lr"]) == fitted.optimizers[0].learned_lr > 0
     for step, row in enumerate(logged):
         scale = float(row["mechanic/scale"])
         assert float(row["mechanic/effective_lr"]) == pytest.approx(scale * 1e-2 * 0.5**step, rel=1e-6)

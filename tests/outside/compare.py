@@ -11,7 +11,6 @@ expected to be, and why; any other that is, and any of them that is not, makes t
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import sys

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import mechanic_plugins.transformers  # noqa: F401
 
-SPACE: dict[str, list[Any]] = {"weight_decay": [0.0, 1.0], "optim_args": ["max_scale=5"]}
+SPACE: dict[str, list[Any]] = {"weight_decay": [0.0, 1.0], "optim_args": ["max_scale=500"]}
 
 
 class Histories(TrainerCallback):
