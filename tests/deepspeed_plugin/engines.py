@@ -340,7 +340,9 @@ def full_tensors(engine: Any, opt: Any, *, gradients: bool = True) -> dict[str, 
     return tensors
 
 
-def expected_h(engine: Any, case: Case, tensors: dict[str, dict[str, Tensor]], scale: float, s_decay: float) -> float:
+def expected_h(
+    engine: Any, case: Case, tensors: dict[str, dict[str, Tensor]], scale: float, s_decay: float | None
+) -> float:
     """From the definition, in float64, with gradients as they are after unscaling and clipping."""
     own = {"dg": ("delta", "g"), "gg": ("g", "g"), "xx": ("x", "x"), "dx": ("delta", "x")}
     sums = torch.zeros(4, dtype=torch.float64)
@@ -356,7 +358,7 @@ def expected_h(engine: Any, case: Case, tensors: dict[str, dict[str, Tensor]], s
     norm = sums[1].sqrt() / loss_scale
     factor = 1 / loss_scale / (max(1.0, (norm + 1e-6) / case.clip) if case.clip else 1.0)
     dg, gg, xx, dx = (sums * torch.tensor([factor, factor**2, 1, 1])).tolist()
-    return dg + s_decay * scale * gg**0.5 * dx / xx**0.5
+    return dg + (s_decay or 0.0) * scale * gg**0.5 * dx / xx**0.5
 
 
 def move_error(before: Any, after: Any, scale: float, new_scale: float) -> float:

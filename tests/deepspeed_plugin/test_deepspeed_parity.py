@@ -11,7 +11,6 @@ from engines import Case
 from ranks import Ranks
 
 from mechanic_plugins import Settings
-from mechanic_plugins.core import gradients
 
 Engines = Callable[[int], Ranks]
 
@@ -113,15 +112,9 @@ def test_variants(engines: Engines, case: Case) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_sgd_sees_a_gradient_that_has_grown_as_in_one_process(
-    engines: Engines, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(steps=12, stage=stage, spike=10.0, **SGD)
-    check(engines, 2, case)
-    limited = on_rank.plain_run(case)
-    monkeypatch.setattr(gradients, "GRADIENT_GROWTH", 1e9)
-    unlimited = on_rank.plain_run(case)
-    assert distance(unlimited["weights"], limited["weights"]) > 1e-3, "the limit changes nothing here"
+def test_the_default_rule(engines: Engines, stage: int) -> None:
+    """Its first step has sums of its own."""
+    check(engines, 2, Case(steps=12, stage=stage, param_groups=2))
 
 
 @pytest.mark.slow

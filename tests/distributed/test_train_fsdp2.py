@@ -74,7 +74,7 @@ def undisturbed(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPath
 def test_the_loss_falls(undisturbed: Path) -> None:
     entries = log(undisturbed)
     assert [entry["step"] for entry in entries] == list(range(6, STEPS + 1, 6))
-    assert entries[0]["loss"] > 5.4  # log(256) = 5.55: it knows nothing
+    assert entries[0]["loss"] > 5.0  # log(256) = 5.55: it has begun
     assert entries[-1]["loss"] < 4.0
     assert entries[-1]["scale"] > 1e-4
     assert 0 < entries[-1]["effective_lr"] < entries[-1]["scale"]  # the cosine is near its end
