@@ -104,6 +104,7 @@ def demechanize(optimizer: Any) -> Optimizer:
 
     The lrs are `optimizer.learned_lrs`. With `scope="group"`, a group that learned nothing (empty, or always frozen)
     takes the smallest scale of the others.
+
     Build a new scheduler on the result: an existing one holds the old learning rates. A framework's wrapper is looked
     into (see `unwrap`) but still holds Mechanic afterwards.
 

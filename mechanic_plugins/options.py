@@ -80,7 +80,7 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(settings: Any, tuning: dict[str, Any]) -> Settings:
     if settings is None:
-        return Settings(**{name: value for name, value in tuning.items() if value is not None})
+        return Settings(**{name: value for name, value in tuning.items() if (name, value) != ("rule", None)})
     if not isinstance(settings, Settings):
         raise TypeError(f"settings must be a mechanic_plugins.Settings object, got {settings!r}.")
     if given := [name for name, value in tuning.items() if value != DEFAULTS[name]]:  # type: ignore[literal-required]

@@ -54,14 +54,17 @@ BASES_IN_16_BITS: dict[str, Any] = {
 @pytest.mark.parametrize("base", BASES_IN_16_BITS)
 def test_16_bit_weights_train_as_float32_ones_do_whatever_the_lr(base: str, dtype: torch.dtype) -> None:
     """The update was read off rounded weights: at a small lr of the base next to nothing was left of it."""
-    scales, ends = {}, {}
+    scales, ends, longest = {}, {}, 0.0
     for wide in (True, False):
         p = nn.Parameter(torch.ones(8, 8, dtype=torch.float32 if wide else dtype))
         opt = mechanize(BASES_IN_16_BITS[base]([p], lr=5e-5))
-        descend(opt, p, 60)
+        for _ in range(60):
+            descend(opt, p, 1)
+            longest = max(longest, opt.effective_lrs[0])
         scales[wide], ends[wide] = opt.scale.item(), p.detach().float()
     assert (ends[True] - 1).abs().max() > 0.1, "nothing was learned that could be compared"
-    assert (ends[False] - ends[True]).abs().mean() <= 0.03  # a rounding turns a sign of Lion's here and there
+    apart = 2 * longest if base == "Lion" else 0.05  # one sign that a rounding turns is two steps
+    torch.testing.assert_close(ends[False], ends[True], rtol=0, atol=apart)
     assert scales[False] == pytest.approx(scales[True], rel=0.2)
 
 

@@ -190,13 +190,14 @@ class _Reader:
             )
 
     def _adopted(self) -> dict[str, list[float]]:
-        """The scale that another rule has learned, as the default rule's own: its evidence is gathered anew."""
+        """Takes over the scale that another rule learned. The default rule then starts without evidence."""
         at = {name: self._finite(name, self._value(name, self.group), at_least=0.0) for name in ("played", "lr")}
         if not at["played"] or not at["lr"]:
             return {}
         size = at["played"] * at["lr"] / PRIOR
         numbers = {"s": at["played"], **at, "gradients": float(BEGINNING), "size": size}
         numbers |= {"length": 1.0, "path": -1.0, "touched": 1.0}
+        numbers |= {"travelled": at["played"] * at["lr"], "elapsed": at["lr"]}
         return {name: [number] for name, number in numbers.items()}
 
     def _field(self, name: str) -> list[float] | None:

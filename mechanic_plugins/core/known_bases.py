@@ -181,7 +181,7 @@ def _refuse_own_iterates(kind: type[Optimizer]) -> None:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody is called before or after its steps."""
+    """Whether hooks run before or after its steps."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 

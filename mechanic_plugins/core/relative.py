@@ -45,7 +45,7 @@ OUTLIER = 100.0
 that have really grown are skipped once or twice only."""
 
 
-def advance(row: Row, sums: Products, lr: float) -> None:
+def advance(row: Row, sums: Products) -> None:
     """One step: the evidence of these sums, and the next scale. `row.lr` is the highest lr so far."""
     row.h = sums.dg + sums.dp
     if sums.gg == 0:

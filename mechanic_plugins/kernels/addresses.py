@@ -63,7 +63,7 @@ class Addresses:
         """Asked of the gradients, when every weight has one."""
         self._moves = 0
         self.version = (0, 0)
-        """Changes whenever somebody writes into the weights, or puts others in their place."""
+        """Changes whenever the weights are written to or replaced."""
         self.are_aligned = False
         self.gradients = 0
 

@@ -1,4 +1,4 @@
-"""What a list of tensors can do that share their passes, whoever makes them."""
+"""Interface shared by ForeachBatch and TritonBatch."""
 
 from __future__ import annotations
 

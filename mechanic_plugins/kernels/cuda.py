@@ -1,4 +1,4 @@
-"""The current GPU, CUDA graphs of ours, and whether somebody else captures one."""
+"""The current GPU, our own CUDA graphs, and whether the user is capturing one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _recording() -> Iterator[None]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether somebody else captures a CUDA graph, whose replays we shall not see."""
+    """Whether the user is capturing a CUDA graph, whose replays run without this code."""
     if device.type != "cuda" or getattr(_this_thread, "is_recording", False):
         return False
     return torch.cuda.is_current_stream_capturing()

@@ -245,7 +245,7 @@ def _move_rounded(
     *,
     places: Sequence[int],
 ) -> None:
-    """Low precision: x is the rounding of ref + scale * delta. Weights that somebody else moved take ref with them.
+    """Low precision: x is the rounding of ref + scale * delta. Weights changed from outside take ref with them.
 
     The base went from `olds` to `news`.
     """

@@ -1,4 +1,4 @@
-"""What the default rule measures once, with the first gradient: how large weights are, and how many are trained."""
+"""What the default rule measures with a run's first gradients: how large weights are, and how many are trained."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def add_sizes(
             sums[_SQUARES] += weight * grad.count_nonzero().to(sums)
             continue
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = wide.clamp(-1.0, 1.0).square_().add_(wide, alpha=0).sum(dtype=torch.float64)  # an infinity stays one
+        # adding 0 * x keeps what is not finite from being clamped away
+        squares = wide.clamp(-1.0, 1.0).square_().add_(wide, alpha=0).sum(dtype=torch.float64)
         counts = x.count_nonzero(), grad.count_nonzero()
         for place, value in zip((_SQUARES, _NONZERO, _TOUCHED), (squares, *counts), strict=True):
             sums[place] += weight * value.to(sums)

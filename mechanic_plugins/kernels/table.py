@@ -60,7 +60,7 @@ class Table:
     """The addresses of one list of tensors, and other small things, on the device.
 
     The gradients' are apart: they change in nearly every step of most loops, the others hardly ever. All change in
-    place, so that recorded launches find the new ones. A graph that somebody else captures gets a table of its own,
+    place, so that recorded launches find the new ones. A graph that the user captures gets a table of its own,
     with the addresses of that moment.
     """
 
@@ -75,7 +75,7 @@ class Table:
     held: list[Any] = field(default_factory=list)
     """Host memory that a captured graph will read again at each replay."""
     is_captured: bool = False
-    """Whether a graph of somebody else's reads them."""
+    """Whether a graph that the user captured reads them."""
     constants: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
     _mailbox: Mailbox | None = None
     """To `gradients`."""

@@ -237,7 +237,7 @@ class TritonBatch:
         self._left = None
 
     def finish_moves(self, xs: Sequence[Tensor]) -> None:
-        """All parts have moved: the norms that they left hold as long as nobody writes into the weights."""
+        """All parts have moved: the norms that they left hold until the weights are written to."""
         self._left = self.addresses.version_of(xs)
 
     def finish_one_move(self, xs: Sequence[Tensor]) -> None:

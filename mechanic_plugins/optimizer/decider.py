@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases, tuner
+from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.schedule import Schedule
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import TunerState
@@ -66,8 +67,9 @@ class Decider:
         self, sums: Tensor, progress: Progress, inputs: Inputs, max_grad_norm: float | None
     ) -> tuner.Outcome:
         """Waits for the device, where that is not the CPU."""
-        numbers = sums.tolist() if sums.is_cpu else torch.cat([sums, progress.tuner.table.flatten()]).tolist()
-        rows = progress.tuner.rows()
+        table = progress.tuner.table
+        numbers = torch.cat([sums, table.flatten()]).tolist()  # one copy, one wait
+        rows = [Row.of(numbers[at : at + table.shape[1]]) for at in range(len(sums), len(numbers), table.shape[1])]
         outcome = tuner.decide(
             rows,
             numbers[: len(sums)],

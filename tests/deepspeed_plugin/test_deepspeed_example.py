@@ -22,4 +22,4 @@ def test_the_example_on_two_ranks(compiled: None) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", done.stdout)]
     assert len(losses) == 2
-    assert losses[-1] < 0.7 < 1.0986, "three arms: a guess has a loss of log 3"
+    assert losses[-1] < 0.5 < 1.0986, "three arms: a guess has a loss of log 3"

@@ -230,6 +230,22 @@ def test_training_without_mechanic_is_told(
     assert done.returncode == status
 
 
+RISING = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+rise = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0**step)
+optimizer.register_step_post_hook(lambda *_: rise.step())
+optimizer.param_groups[0]["max_lr"] = 1.0
+"""
+
+
+def test_short_runs_that_still_rise_say_so_once(run_warm: Runner, tmp_path: Path) -> None:
+    """Runs below 16 steps never did. A rise above the announced peak would be cancelled."""
+    write(tmp_path, RISING, steps=10)
+    done = run_warm("--replace", "torch.optim.AdamW", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("still rising when the run ended") == 1
+
+
 def test_the_lr_in_force_is_said_where_nothing_else_logs_it(run_warm: Runner, tmp_path: Path) -> None:
     write(tmp_path, "optimizer = torch.optim.AdamW(model.parameters())", steps=10)
     done = run_warm("--replace", "torch.optim.AdamW", "train.py")
