@@ -105,6 +105,10 @@ class PublishedLoop(Loop, Reference):
                 self.Delta[i] = self.Delta[i] + u[i]
                 self.x[i] = self.x_ref[i] + part.S * self.Delta[i]
 
+    def takes_along(self, i: int) -> bool:
+        """Whether weights that are changed from outside take their reference with them."""
+        return True
+
     def put_back(self, i: int, x: Tensor, x_ref: Tensor, was: float, now: float) -> None:
         """It stands where it stood, and will go on from there."""
         self.x[i] = x
@@ -132,11 +136,13 @@ class DefaultLoop(Loop, Default):
             super().begin_anew()
             self.steps = 0
 
+    def takes_along(self, i: int) -> bool:
+        """Before the first move: there is no reference yet."""
+        return not self.had_grad[i] or any(part.S == 0 for part in self.parts if i in part.indices)
+
     def put_back(self, i: int, x: Tensor, x_ref: Tensor, was: float, now: float) -> None:
-        """It stands where it stood; what it has come so far is kept in units of the scale."""
-        come = (x - x_ref) / was if was > 0 else self.waiting[i]
+        """It stands where it stood."""
         self.x[i] = x
-        self.x_ref[i] = x - now * come if now > 0 else x_ref
 
 
 def Judge(*args: Any, rule: str, **options: Any) -> Any:

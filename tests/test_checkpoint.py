@@ -104,14 +104,14 @@ def test_loading_leaves_the_loaded_dict_alone() -> None:
     assert not differences(everything(opt), everything(twin))
 
 
-def test_a_deferred_save_of_low_precision_weights_keeps_delta_in_float32() -> None:
+def test_a_deferred_save_of_low_precision_weights_keeps_masters_in_float32() -> None:
     """torch's own load casts every floating tensor to the parameter's dtype."""
     model = perceptron(torch.bfloat16)
     opt = mechanize(torch.optim.AdamW(model.parameters()))
     train(model, opt, 10)
     twin = mechanize(torch.optim.AdamW(model.parameters()))
     twin.load_state_dict(opt.state_dict())
-    assert {state["mechanic_delta"].dtype for state in twin.state.values()} == {torch.float32}
+    assert {state["mechanic_master"].dtype for state in twin.state.values()} == {torch.float32}
     assert not differences(everything(opt), everything(twin))
 
 
@@ -126,7 +126,7 @@ def test_a_state_dict_is_numbers_lists_a_string_and_tensors() -> None:
     numbers = [x for v in ours.values() for x in (v if isinstance(v, list) else [v])]
     assert {type(x) for x in numbers} <= {float, int, bool, str}
     for state, p in zip(saved["state"].values(), model.parameters(), strict=True):
-        assert {k: v.shape for k, v in state.items()} == {"mechanic_delta": p.shape}
+        assert {k: v.shape for k, v in state.items()} == {"mechanic_ref": p.shape}
 
 
 @pytest.mark.parametrize("base", ["SGD-momentum", "AdamW", "Adagrad"])
@@ -196,9 +196,9 @@ def order_of_params(saved: dict[str, Any]) -> None:
     saved["state"][0], saved["state"][1] = saved["state"][1], saved["state"][0]
 
 
-def no_delta(saved: dict[str, Any]) -> None:
+def no_reference(saved: dict[str, Any]) -> None:
     for entry in saved["state"].values():
-        del entry["mechanic_delta"]
+        del entry["mechanic_ref"]
 
 
 def half_the_groups(saved: dict[str, Any]) -> None:
@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any
     "other groups": ({}, {}, other_groups, "doesn't match the size of optimizer's group"),
     "other shapes": ({}, {}, other_shapes, r"has shape \(8, 4, 2\) where the parameter has \(8, 4\)"),
     "other order": ({}, {}, order_of_params, r"has shape \(8,\) where the parameter has \(8, 4\)"),
-    "no delta": ({}, {}, no_delta, "tuner but no mechanic_delta"),
+    "no reference": ({}, {}, no_reference, "tuner but no mechanic_ref"),
     "half the groups": ({}, {}, half_the_groups, "only some of the checkpoint's param groups"),
     "scope group": ({"scope": "group"}, {}, lambda saved: None, "scope='group'"),
     "scope all": ({}, {"scope": "group"}, lambda saved: None, "scope='all'"),

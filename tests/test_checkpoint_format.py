@@ -119,9 +119,9 @@ def test_delta_that_is_no_tensor_counts_as_missing(saved: dict[str, Any]) -> Non
     """torch puts an empty dict where a flattened state dict has nothing."""
     damaged = copy.deepcopy(saved)
     for entry in damaged["state"].values():
-        entry["mechanic_delta"] = {}
+        entry["mechanic_ref"] = {}
     opt = trained(5)
-    with pytest.raises(ValueError, match="tuner but no mechanic_delta"):
+    with pytest.raises(ValueError, match="tuner but no mechanic_ref"):
         opt.load_state_dict(damaged)
 
 
@@ -136,10 +136,10 @@ def test_groups_of_different_formats_are_refused(saved: dict[str, Any]) -> None:
 def test_delta_that_is_not_finite_is_refused(saved: dict[str, Any], value: float) -> None:
     """It loaded, and every step after it was skipped."""
     damaged = copy.deepcopy(saved)
-    damaged["state"][1]["mechanic_delta"][3] = value
+    damaged["state"][1]["mechanic_ref"][3] = value
     opt = trained(5)
     before = everything(opt)
-    with pytest.raises(ValueError, match="mechanic_delta of parameter 1 is not finite"):
+    with pytest.raises(ValueError, match="mechanic_ref of parameter 1 is not finite"):
         opt.load_state_dict(damaged)
     assert not differences(before, everything(opt))
 
@@ -147,8 +147,8 @@ def test_delta_that_is_not_finite_is_refused(saved: dict[str, Any], value: float
 def test_a_newer_format_is_refused(saved: dict[str, Any]) -> None:
     newer = copy.deepcopy(saved)
     for group in newer["param_groups"]:
-        group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), "format": 4, "more": 1})
-    refused(newer, "has format 4 .* reads formats up to 3: pip install --upgrade mechanic-plugins")
+        group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), "format": 5, "more": 1})
+    refused(newer, "has format 5 .* reads formats up to 4: pip install --upgrade mechanic-plugins")
 
 
 def test_other_settings_are_named_once() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins.core.param_state import REF
 
 ADAMW = torch.optim.AdamW
 
@@ -82,7 +82,7 @@ def test_a_pre_hook_may_change_gradients_and_arguments() -> None:
     opt.register_step_pre_hook(lambda o, args, kwargs: ((o, lambda: torch.tensor(7.0)), {}))
     assert opt.step().item() == 7.0
     for p in model.parameters():
-        torch.testing.assert_close(opt.state[p][DELTA], torch.full_like(p, -0.5))
+        torch.testing.assert_close(opt.state[p][REF], torch.full_like(p, -0.5))  # an update that waits
 
 
 def test_global_step_hooks_see_each_optimizer_once() -> None:

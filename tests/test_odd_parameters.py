@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins.core.param_state import DELTA, REF
 from mechanic_plugins.lion import Lion
 
 ADAMW = torch.optim.AdamW
@@ -50,7 +50,8 @@ def test_a_parameter_without_a_gradient_gets_no_update(rule: Any) -> None:
     assert opt.scale.item() != scale
     assert torch.equal(opt.state[last]["exp_avg"], moments)
     assert torch.allclose(last, weights, rtol=1e-12, atol=1e-14) == (rule is None)
-    torch.testing.assert_close(last, x0 + opt.scale * opt.state[last][DELTA], rtol=1e-12, atol=1e-14)
+    if rule is not None:
+        torch.testing.assert_close(last, x0 + opt.scale * opt.state[last][DELTA], rtol=1e-12, atol=1e-14)
 
 
 DROPPED: dict[str, Callable[[Any, Tensor], object]] = {
@@ -71,7 +72,7 @@ def test_a_parameter_whose_state_was_dropped_begins_anew(base: Build) -> None:
         drop(opt.state, model[0].weight)
         train(model, opt, 3)
         ends.append(everything(opt))
-        assert DELTA in opt.state[model[0].weight]
+        assert REF in opt.state[model[0].weight]
         opt.load_state_dict(opt.state_dict())
     assert not differences(ends[0], ends[1])
     assert not differences(ends[0], ends[2])
@@ -216,7 +217,7 @@ def test_weights_may_change_their_memory_format(base: str, first: Any, then: Any
             opt.load_state_dict(saved)
         fit(model, opt, 16)
         assert model.weight.is_contiguous(memory_format=later)
-        assert opt.state[model.weight][DELTA].stride() == model.weight.stride()
+        assert opt.state[model.weight][REF].stride() == model.weight.stride()
         ends.append(model.weight.detach())
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-6)
 
@@ -236,7 +237,7 @@ def test_weights_may_change_their_dtype_where_the_base_lets_them(momentum: float
     fit(model, opt, 1)
     moved = (model.weight - before).abs().max()
     assert 0 < moved < 0.05, "a jump: delta and weights do not belong together"
-    assert opt.state[model.weight][DELTA].dtype == (torch.float64 if to == torch.float64 else torch.float32)
+    assert opt.state[model.weight][REF].dtype == to
     fit(model, opt, 10)
     assert model.weight.isfinite().all()
 
@@ -286,4 +287,4 @@ def test_memory_can_be_estimated_with_fake_tensors() -> None:
             model(torch.randn(2, 4)).sum().backward()
             opt.step()
             kept = [set(opt.state[p]) for p in model.parameters()]
-            assert kept == [{"step", "exp_avg", "exp_avg_sq", DELTA}] * 2
+            assert kept == [{"step", "exp_avg", "exp_avg_sq", REF}] * 2

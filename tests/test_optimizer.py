@@ -10,8 +10,8 @@ import torch
 from optimizers import OPTIMIZERS, Row
 from problems import backward, differences, everything, perceptron, train
 
-from mechanic_plugins import MechanicOptimizer, mechanize
-from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins import MechanicOptimizer, Settings, mechanize
+from mechanic_plugins.core.param_state import DELTA, REF
 
 ADAMW = torch.optim.AdamW
 
@@ -37,15 +37,38 @@ def test_the_first_step_moves_nothing_and_later_ones_do() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "lost"), [(torch.float64, 1e-14), (torch.float32, 1e-5)], ids=str)
-def test_weights_are_the_start_plus_scale_times_delta(dtype: torch.dtype, lost: float) -> None:
+def test_by_a_published_rule_weights_are_the_start_plus_scale_times_delta(dtype: torch.dtype, lost: float) -> None:
     model = perceptron(dtype)
     start = [p.detach().clone() for p in model.parameters()]
-    opt = mechanize(ADAMW(model.parameters(), lr=1.0))
+    opt = mechanize(ADAMW(model.parameters(), lr=1.0), settings=Settings(rule="paper", s_init=1e-2))
     train(model, opt, 60)
     for x0, p in zip(start, model.parameters(), strict=True):
         assert (p - x0).abs().max() > 100 * lost
         expected = x0 + opt.scale.to(dtype) * opt.state[p][DELTA]
         torch.testing.assert_close(p.detach(), expected, rtol=1e-12, atol=lost)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_default_rule_keeps_the_start(dtype: torch.dtype) -> None:
+    model = perceptron(dtype)
+    start = [p.detach().clone() for p in model.parameters()]
+    opt = mechanize(ADAMW(model.parameters(), lr=1.0))
+    train(model, opt, 20)
+    assert not differences(start, [opt.state[p][REF] for p in model.parameters()])
+
+
+def test_a_step_is_the_bases_own_at_scale_times_lr() -> None:
+    model = perceptron()
+    opt = mechanize(ADAMW(model.parameters(), lr=0.3))
+    train(model, opt, 20)
+    plain_model, plain = copy.deepcopy(model), ADAMW(model.parameters(), lr=0.3)
+    plain = ADAMW(plain_model.parameters(), lr=0.3, fused=True)
+    plain.load_state_dict(copy.deepcopy(opt.base.state_dict()))
+    train(model, opt, 1, first=20)
+    plain.param_groups[0]["lr"] = opt.effective_lrs[0]
+    plain.param_groups[0]["fused"] = True
+    train(plain_model, plain, 1, first=20)
+    assert not differences(model.state_dict(), plain_model.state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

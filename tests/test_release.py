@@ -58,7 +58,7 @@ def test_it_goes_on_as_a_frozen_run_does(base: str, options: dict[str, Any]) -> 
     frozen, released = Run(base, **options).train(0, 30), Run(base, **options).train(0, 30)
     frozen.optimizer.freeze()
     released.optimizer.freeze(release=True)
-    assert (frozen.own_names(), released.own_names()) == ({"mechanic_delta"}, set())
+    assert (frozen.own_names(), released.own_names()) == ({"mechanic_ref"}, set())
     ends = [run.train(30, 60) for run in (frozen, released)]
     assert ends[1].own_names() == set()
     torch.testing.assert_close(ends[0].weights, ends[1].weights, rtol=1e-11, atol=1e-13)
@@ -81,17 +81,16 @@ def test_it_is_the_base_at_the_learned_lr() -> None:
     torch.testing.assert_close(run.weights, nn.utils.parameters_to_vector(net.parameters()), rtol=1e-14, atol=0)
 
 
-def test_unfreezing_begins_a_new_delta_there() -> None:
+def test_unfreezing_begins_there() -> None:
     run = Run("AdamW").train(0, 30)
     run.optimizer.freeze(release=True)
     run.train(30, 40)
     before, scale = run.weights, run.optimizer.scale.item()
     run.optimizer.unfreeze()
     run.train(40, 41)
-    assert run.own_names() == {"mechanic_delta"}
-    delta = torch.cat([run.optimizer.state[p]["mechanic_delta"].flatten() for p in run.net.parameters()])
-    played = run.optimizer._progress.tuner.played.item()
-    torch.testing.assert_close(before + played * delta, run.weights, rtol=1e-13, atol=1e-15)
+    assert run.own_names() == {"mechanic_ref"}
+    refs = torch.cat([run.optimizer.state[p]["mechanic_ref"].flatten() for p in run.net.parameters()])
+    assert torch.equal(before, refs)
     assert run.optimizer.scale.item() == pytest.approx(scale, rel=0.1)
     run.train(41, 60)
     assert run.optimizer.scale.item() != scale
@@ -131,7 +130,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_the_norm_is_known() -> Non
 
 def test_16_bit_weights_are_stepped_as_the_base_alone_does() -> None:
     run = Run("AdamW", dtype=torch.bfloat16).train(0, 30)
-    assert run.own_names() == {"mechanic_delta", "mechanic_ref"}
+    assert run.own_names() == {"mechanic_master", "mechanic_ref"}
     run.optimizer.freeze(release=True)
     before = run.weights
     run.train(30, 60)
@@ -158,7 +157,7 @@ def test_a_base_that_does_not_scale_with_its_lr_is_refused_untouched(kind: type[
         optimizer.step()
     with pytest.raises(ValueError, match=f"updates of {kind.__name__} are not known to be proportional"):
         optimizer.freeze(release=True)
-    assert "mechanic_delta" in optimizer.state[p]
+    assert "mechanic_ref" in optimizer.state[p]
     optimizer.step()
 
 
@@ -166,9 +165,9 @@ def test_an_engine_that_holds_views_of_the_state_is_not_robbed_of_it() -> None:
     """DeepSpeed's set `count` when they take an optimizer over."""
     run = Run("AdamW").train(0, 5)
     run.optimizer.count = lambda params: run.optimizer._counting(params)
-    with pytest.raises(ValueError, match="cannot give delta back under DeepSpeed"):
+    with pytest.raises(ValueError, match="cannot give memory back under DeepSpeed"):
         run.optimizer.freeze(release=True)
-    assert run.own_names() == {"mechanic_delta"}
+    assert run.own_names() == {"mechanic_ref"}
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -181,7 +180,7 @@ def test_a_scale_of_zero_is_not_held(steps: int) -> None:
 
 
 def test_a_new_optimizer_is_released_to_load_but_not_to_train() -> None:
-    """torch.distributed.checkpoint loads what the new one has, which is to be no delta."""
+    """torch.distributed.checkpoint loads what the new one has, which is to be no reference."""
     run = Run("AdamW")
     run.optimizer.freeze(release=True)
     with pytest.raises(RuntimeError, match="no scale was learned yet"):

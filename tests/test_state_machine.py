@@ -328,7 +328,8 @@ class TrainingLoop(RuleBasedStateMachine):
                 p.mul_(0.5)
                 shift = p.detach().double() - self.judge.x[i]
                 self.judge.x[i] = self.judge.x[i] + shift
-                self.judge.x_ref[i] = self.judge.x_ref[i] + shift
+                if self.judge.takes_along(i):
+                    self.judge.x_ref[i] = self.judge.x_ref[i] + shift
 
 
 @pytest.mark.slow

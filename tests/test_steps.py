@@ -13,7 +13,7 @@ from problems import backward, differences, everything, perceptron, train
 from torch import Tensor, nn
 
 from mechanic_plugins import Settings, mechanize
-from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins.core.param_state import REF
 
 ADAMW = torch.optim.AdamW
 STEPS, SKIPPED = "mechanic/steps", "mechanic/skipped_steps"
@@ -116,11 +116,11 @@ def test_a_layer_frozen_while_training_stays_where_it_is(base: str, dtype: torch
     train(model, opt, 30)
     model[0].requires_grad_(False)
     opt.zero_grad()
-    frozen, delta = copy.deepcopy(model[0].state_dict()), opt.state[model[0].weight][DELTA].clone()
+    frozen, ref = copy.deepcopy(model[0].state_dict()), opt.state[model[0].weight][REF].clone()
     scale = opt.scale.item()
     train(model, opt, 30, first=30)
     assert not differences(frozen, model[0].state_dict())
-    assert torch.equal(opt.state[model[0].weight][DELTA], delta)
+    assert torch.equal(opt.state[model[0].weight][REF], ref)
     assert opt.scale.item() != scale
     model[0].requires_grad_(True)
     before = model[0].weight.detach().clone()

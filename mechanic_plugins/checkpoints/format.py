@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint rejects a checkpoint that lacks a key of the live param groups, so a new key would make
 every older sharded checkpoint unreadable. What was added since the first format is therefore stored as JSON in
-`mechanic_tuners`: the format, the settings, the unit of delta, and newer fields of the tuner. A string passes through
+`mechanic_tuners`: the format, the settings, the unit of the scale, and newer fields of the tuner. A string passes through
 torch.save, FSDP, DeepSpeed and flattened state dicts unchanged; nested dicts do not.
 
 To add a field to the tuner, raise FORMAT and enter the field in SINCE; older files then use its initial value.
@@ -35,13 +35,14 @@ __all__ = [
     "parse_header",
 ]
 
-FORMAT = 3
+FORMAT = 4
 HEADER, STEPS, LR = PREFIX + "tuners", PREFIX + "steps", PREFIX + "lr"
 RELEASED = "released"
-"""What `mechanic_frozen` says where there is no delta any more."""
+"""What `mechanic_frozen` says where no reference is kept any more."""
 
 SINCE: dict[str, int] = dict.fromkeys((*VECTORS, "s_init", "played", "h", "lr"), 1) | {"gradients": 2, "longest": 2}
-"""The format that introduced each field of the tuner; FORMAT if not listed."""
+"""The format that introduced each field of the tuner; 3 if not listed. Format 4 has references in the place of delta."""
+_NOT_LISTED = 3
 _THEORY_ONLY = ("q", "w0")
 _MAY_BE_NEGATIVE = ("s", "r", "q", "h", "path")
 
@@ -80,7 +81,7 @@ def fields(settings: Settings) -> tuple[str, ...]:
 
 def has_own_key(field: str) -> bool:
     """Whether a field has a key of its own in the group, as in format 1, rather than in the header."""
-    return SINCE.get(field, FORMAT) == 1
+    return SINCE.get(field, _NOT_LISTED) == 1
 
 
 def holds_tuner(groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -202,7 +203,7 @@ class _Reader:
 
     def _field(self, name: str) -> list[float] | None:
         source = self.group if has_own_key(name) else self.header.later
-        if SINCE.get(name, FORMAT) > self.header.format:
+        if SINCE.get(name, _NOT_LISTED) > self.header.format:
             return None
         value = self._value(name, source)
         values = [value] if name in SCALARS else self._list(name, value)

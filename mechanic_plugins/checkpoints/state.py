@@ -2,14 +2,13 @@
 
 The tuner is stored in every param group as Python numbers, lists of numbers and one string, under keys that start with
 `mechanic_` (see `checkpoints.format`): the one place that survives torch.save, torch.distributed.checkpoint (flattened
-or not) and FSDP1. Tensors of a parameter's shape (`mechanic_delta`, and `mechanic_ref` for low-precision weights) are
-stored beside the base's moments, so that they are sharded and resharded like them. Everything loads with
-`torch.load(weights_only=True)`.
+or not) and FSDP1. Tensors of a parameter's shape (see `mechanic_plugins.core.param_state`) are stored beside the base's
+moments, so that they are sharded and resharded like them. Everything loads with `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +28,8 @@ from mechanic_plugins.checkpoints.format import (
     parse,
 )
 from mechanic_plugins.checkpoints.settings import notice, portable
-from mechanic_plugins.core.param_state import DELTA, PREFIX, REF, needs_reference
-from mechanic_plugins.core.param_state import delta_dtype as dtype_of_delta
+from mechanic_plugins.core.param_state import DELTA, PREFIX, REF
+from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import SCALARS, TunerState, initial_state
 from mechanic_plugins.distributed.sharding import local
@@ -42,15 +41,11 @@ StateDict = dict[str, Any]
 
 @dataclass
 class Progress:
-    """The tuner's state and counters. The counters are device tensors, updated without synchronisation."""
+    """The tuner, and what it knows of the base's learning rates."""
 
     tuner: TunerState
-    steps: Tensor
-    skipped: Tensor
     unit: float = 0.0
-    """The base learning rate that delta is measured in; 0 before the first step with a learning rate above 0."""
-    unit_since: Tensor | None = field(default=None, repr=False)
-    """The step count when the unit was set; None after a step with that unit."""
+    """The base learning rate that a scale of 1 stands for; 0 before the first step with a learning rate above 0."""
     frozen: bool = False
     released: bool = False
     """Frozen for good: nothing of a parameter's shape is kept."""
@@ -61,8 +56,7 @@ class Progress:
 
     @classmethod
     def new(cls, settings: Settings, *, tuners: int, device: torch.device) -> Progress:
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        return cls(initial_state(settings, tuners=tuners, device=device), zero, zero.clone())
+        return cls(initial_state(settings, tuners=tuners, device=device))
 
     def row_of(self, group: dict[str, Any]) -> int | None:
         """The group's index among those that the tuner was read from or written to."""
@@ -76,24 +70,21 @@ class Progress:
     def add_tuner(self, settings: Settings) -> None:
         """Adds a tuner for a new param group."""
         new = initial_state(settings, tuners=1, device=self.tuner.device)
-        self.tuner = TunerState(torch.cat([self.tuner.table, new.table]), new.n)
+        self.tuner = self.tuner.with_rows([*self.tuner.rows, *new.rows])
 
 
 def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settings, *, delta_unit: float) -> None:
     """Writes the tuner into every param group. Synchronises with the device once."""
     names = fields(settings)
-    parts = [progress.tuner.column(name) for name in names]
-    counters = torch.stack([progress.steps, progress.skipped]).expand(parts[0].shape[0], 2)
-    rows = torch.cat([*parts, counters], dim=1).tolist()
+    rows, (steps, skipped) = progress.tuner.rows, progress.tuner.counts
     about = Header(FORMAT, len(rows), portable(settings), delta_unit)
     for index, group in enumerate(groups):
-        numbers = iter(rows[index if len(rows) > 1 else 0])
-        later: dict[str, Any] = {}
-        for name, part in zip(names, parts, strict=True):
-            values = [next(numbers) for _ in range(part.shape[1])]
+        row, later = rows[index if len(rows) > 1 else 0], dict[str, Any]()
+        for name in names:
+            value = getattr(row, name)
             home = group if has_own_key(name) else later
-            home[PREFIX + name] = values if name not in SCALARS else values[0]
-        group[STEPS], group[PREFIX + "skipped"] = int(next(numbers)), int(next(numbers))
+            home[PREFIX + name] = value if name in SCALARS else list(value)
+        group[STEPS], group[PREFIX + "skipped"] = int(steps), int(skipped)
         group[PREFIX + "unit"] = progress.unit
         group[PREFIX + "frozen"] = RELEASED if progress.released else progress.frozen
         group[HEADER] = about._replace(later=later, lr_ref=progress.lr_refs.get(index)).dump()
@@ -109,19 +100,18 @@ def read(
         return progress, None
     records = parse(groups, settings)
     first = records[0]
-    progress.tuner = _tuner(records[:tuners], progress.tuner)
-    progress.steps, progress.skipped = progress.steps + first.steps, progress.skipped + first.skipped
+    rows = [_row(*each) for each in zip(records, progress.tuner.rows, strict=False)]
+    progress.tuner = progress.tuner.with_rows(rows, (float(first.steps), float(first.skipped)))
     progress.unit, progress.frozen, progress.released = first.unit, bool(first.frozen), first.frozen == RELEASED
     progress.lr_refs = {index: ref for index, record in enumerate(records) if (ref := record.header.lr_ref)}
     progress.seen = tuple(group[PREFIX + "s"] for group in groups)
     return progress, notice(first.header, settings)
 
 
-def _tuner(records: Sequence[Record], blank: TunerState) -> TunerState:
+def _row(record: Record, blank: Row) -> Row:
     """Fields newer than the checkpoint's format keep their initial value."""
-    for name in records[0].numbers:
-        rows = [record.numbers[name] for record in records]
-        blank.column(name).copy_(torch.tensor(rows, dtype=torch.float64))
+    for name, numbers in record.numbers.items():
+        setattr(blank, name, numbers[0] if name in SCALARS else list(numbers))
     return blank
 
 
@@ -135,8 +125,8 @@ def strip(groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]) -> None:
 def split(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Tensor]]]:
     """A copy for the base's own `load_state_dict`, and Mechanic's tensors by parameter id.
 
-    torch casts every floating-point tensor it loads to the parameter's dtype, which would round the float32 delta of
-    bf16 weights. The inner dicts may be an optimizer's live state: they are copied, never changed.
+    torch casts every floating-point tensor it loads to the parameter's dtype, which would round the float32 masters
+    of bf16 weights. The inner dicts may be an optimizer's live state: they are copied, never changed.
     """
     plain, ours = {}, {}
     for key, entries in state_dict["state"].items():
@@ -153,17 +143,21 @@ def merge(
     params: Mapping[Any, Any],
     ours: Mapping[Any, dict[str, Tensor]],
     state: dict[Any, dict[str, Any]],
-    delta_dtype: torch.dtype | None,
+    dtypes: Callable[[Tensor], dict[str, torch.dtype]],
 ) -> None:
-    """Adds Mechanic's tensors (by parameter id) to the base's state, on the parameter's device, in their own dtype."""
+    """Adds Mechanic's tensors (by parameter id) to the base's state, on the parameter's device.
+
+    `dtypes` says what a parameter keeps. Delta, which an older format has in the place of the reference, comes along.
+    """
     for key, entries in ours.items():
         p = params.get(key)
         if p is None:
             continue
-        kept = {DELTA: dtype_of_delta(p.dtype, delta_dtype), **({REF: p.dtype} if needs_reference(p.dtype) else {})}
-        for name in entries.keys() & kept.keys():
-            value = entries[name].detach().clone().to(device=p.device, dtype=kept[name])
-            state.setdefault(p, {})[name] = value
+        kept = dtypes(p)
+        for name, value in entries.items():
+            if name in kept or name == DELTA:
+                dtype = kept.get(name, value.dtype)
+                state.setdefault(p, {})[name] = value.detach().clone().to(device=p.device, dtype=dtype)
 
 
 def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
@@ -181,28 +175,28 @@ def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Set
     ids = [i for g in saved for i in g["params"]]
     params = dict(zip(ids, (p for g in groups for p in g["params"]), strict=True))
     entries = {i: e for i, e in state_dict["state"].items() if isinstance(e, dict) and i in params}
-    deltas = {i: e[DELTA] for i, e in entries.items() if isinstance(e.get(DELTA), Tensor)}
-    for i, delta in deltas.items():
-        if not delta.is_meta and not local(delta).isfinite().all():
+    found = [(i, name, e[name]) for i, e in entries.items() for name in (REF, DELTA) if isinstance(e.get(name), Tensor)]
+    for i, name, kept in found:
+        if not kept.is_meta and not local(kept).isfinite().all():
             raise ValueError(
-                f"the checkpoint's {DELTA} of parameter {i} is not finite, so every step would be skipped: it is "
+                f"the checkpoint's {name} of parameter {i} is not finite, so every step would be skipped: it is "
                 "damaged. Load another checkpoint."
             )
-        if delta.shape != params[i].shape:
+        if kept.shape != params[i].shape:
             raise ValueError(
-                f"the checkpoint's {DELTA} has shape {tuple(delta.shape)} where the parameter has "
+                f"the checkpoint's {name} has shape {tuple(kept.shape)} where the parameter has "
                 f"{tuple(params[i].shape)}: it was saved from another model, or with the parameters in another order."
             )
-    if steps and entries and not deltas and not is_released(saved):
+    if steps and entries and not found and not is_released(saved):
+        wanted = REF if settings.rule == "relative" else DELTA
         raise ValueError(
-            f"the checkpoint has Mechanic's tuner but no {DELTA}: without the sum of the base's updates the learned "
-            f"scale is meaningless. Remove the keys that start with {PREFIX!r} from its param groups to start from "
-            "scratch."
+            f"the checkpoint has Mechanic's tuner but no {wanted}: without it the learned scale is meaningless. Remove "
+            f"the keys that start with {PREFIX!r} from its param groups to start from scratch."
         )
 
 
 def is_released(groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether these param groups come from an optimizer that has given its delta back."""
+    """Whether these param groups come from an optimizer that has given its memory back."""
     return all(group.get(PREFIX + "frozen") == RELEASED for group in groups)
 
 

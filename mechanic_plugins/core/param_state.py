@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
-__all__ = ["DELTA", "PREFIX", "REF", "IndexRange", "ParamState", "delta_dtype", "needs_reference"]
+__all__ = ["DELTA", "MASTER", "PREFIX", "REF", "delta_dtype", "is_16_bit", "main_slot", "ref_dtype"]
 
 PREFIX = "mechanic_"
 """All that Mechanic keeps in param groups and state dicts has keys that start so."""
-DELTA = PREFIX + "delta"
 REF = PREFIX + "ref"
+"""The weights at the start. Before the first move, the updates that were not made. With a published rule, of 16-bit
+weights only."""
+MASTER = PREFIX + "master"
+"""16-bit weights in float32: what the base steps. The weights are its rounding."""
+DELTA = PREFIX + "delta"
+"""The sum of the base's updates: with a published rule, whose scale multiplies the past."""
 
 
-class ParamState(NamedTuple):
-    """One parameter's local tensors in one step. `grad` is None where the base leaves it, `delta` before its first.
-
-    Low-precision weights (bf16, fp16) carry a reference copy in their own dtype beside a float32 delta, so that they
-    are always the rounding of an exact value; wider weights need none and move by differences.
-    """
-
-    x: Tensor
-    grad: Tensor | None
-    delta: Tensor | None
-    ref: Tensor | None
-
-    def is_complete(self) -> bool:
-        """Whether it has all that a step needs."""
-        return self.delta is not None and (self.ref is not None or not needs_reference(self.x.dtype))
+def main_slot(*, is_default: bool) -> str:
+    """What every parameter has that was stepped, with the default rule or with a published one."""
+    return REF if is_default else DELTA
 
 
-class IndexRange(NamedTuple):
-    """Some of a list's param_states, one after the other: those from `first` to before `last`."""
-
-    first: int
-    last: int
-
-
-def needs_reference(dtype: torch.dtype) -> bool:
-    """Whether weights of this dtype are too coarse to be moved by differences."""
+def is_16_bit(dtype: torch.dtype) -> bool:
+    """Whether an update may be smaller than the rounding of weights of this dtype."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
-def delta_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torch.dtype:
-    """Delta's for weights of this dtype: float32 or wider, if not bfloat16 is wanted."""
-    if wanted == torch.bfloat16 and dtype.is_floating_point:
-        return wanted
-    return torch.float32 if needs_reference(dtype) else dtype
+def ref_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torch.dtype:
+    """The reference's for weights of this dtype: their own, unless bfloat16 is wanted."""
+    return torch.bfloat16 if wanted == torch.bfloat16 and dtype in (torch.float32, torch.float64) else dtype
+
+
+def delta_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Delta's for weights of this dtype: float32 or wider."""
+    return torch.float32 if is_16_bit(dtype) else dtype

@@ -26,7 +26,7 @@ import math
 
 from mechanic_plugins.core.row import Products, Row
 
-__all__ = ["ADVERSE", "BEGINNING", "DOUBT", "GAIN", "MEMORY", "OUTLIER", "PRIOR", "advance", "delta_factor", "walk"]
+__all__ = ["ADVERSE", "BEGINNING", "DOUBT", "GAIN", "MEMORY", "OUTLIER", "PRIOR", "advance", "walk"]
 
 PRIOR = 0.015
 """What an update should change of the weights."""
@@ -47,7 +47,8 @@ that have really grown are skipped once or twice only."""
 
 def advance(row: Row, sums: Products) -> None:
     """One step: the evidence of these sums, and the next scale. `row.lr` is the highest lr so far."""
-    row.h = sums.dg + sums.dp
+    come = sums.dg + sums.dp
+    row.h = come / (row.played or 1.0)
     if sums.gg == 0:
         return
     if row.gradients == 0 and row.size == 0:  # these sums are others: see `kernels.sizes`
@@ -56,9 +57,9 @@ def advance(row: Row, sums: Products) -> None:
         if row.gradients < BEGINNING:
             row.touched = max(row.touched, sums.xx)
         if row.path > 0:
-            row.length = max(row.length, (row.played or 1.0) * math.sqrt(sums.dd) / row.path)
+            row.length = max(row.length, math.sqrt(sums.dd) / row.path)
     if row.played > 0:
-        _gather(row, -row.played * row.h)
+        _gather(row, -come)
     row.gradients += 1
     if row.length > 0 and row.lr > 0:
         rho = _rho(row)
@@ -70,11 +71,6 @@ def walk(row: Row, before: float, lr: float) -> None:
     """Adds the step that is about to be made at `row.played` to the path; the first updates are not made yet."""
     if row.path >= 0 and lr > 0:
         row.path = (row.path if before > 0 else 0.0) + (row.played or 1.0) * lr
-
-
-def delta_factor(before: float, after: float) -> float:
-    """What delta is multiplied by: the weights stay where they are, and updates before the first move are dropped."""
-    return 1.0 if after == 0 else before / after
 
 
 def _size(sums: Products) -> float:

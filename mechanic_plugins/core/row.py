@@ -32,7 +32,10 @@ that of lr; their ratio is the mean scale."""
 
 
 class Products(NamedTuple):
-    """The global inner products of a step: of delta (d), gradient (g), weights (x) and the penalty's gradient (p)."""
+    """The global inner products of a step: of gradient (g), weights (x), the penalty's gradient (p), and d.
+
+    d is x - x_ref; with a published rule it is delta.
+    """
 
     dg: float
     gg: float
@@ -71,6 +74,14 @@ class Row:
         n = (len(numbers) - len(SCALARS)) // len(VECTORS)
         s, r, m, v, q, w0 = (list(numbers[at : at + n]) for at in range(0, n * len(VECTORS), n))
         return cls(s, r, m, v, q, w0, *numbers[n * len(VECTORS) :])
+
+    def copy(self) -> Row:
+        """One that can be changed."""
+        return Row(
+            self.s[:], self.r[:], self.m[:], self.v[:], self.q[:], self.w0[:],
+            self.s_init, self.played, self.h, self.lr, self.gradients, self.longest,
+            self.size, self.length, self.path, self.travelled, self.elapsed, self.touched,
+        )  # fmt: skip
 
     def numbers(self) -> list[float]:
         """One after the other."""

@@ -1,8 +1,9 @@
 """The tuner: one function of plain floats, from the sums of a step to the scale of the next.
 
-Mechanic plays x = x_ref + S * Delta, where Delta is the sum of the base optimizer's updates. `decide` says whether a
-step is made, clips, and lets the rule choose the next S: the default is `mechanic_plugins.core.relative`, the published
-ones are in `mechanic_plugins.core.published`. `mechanic_plugins.kernels.triton_tuner` is the same on a GPU.
+`decide` says whether a step is made, clips, and lets the rule choose the next scale S. The default rule,
+`mechanic_plugins.core.relative`, plays x + S * u, with u the base's update; a published one, of
+`mechanic_plugins.core.published`, plays x_ref + S * Delta, with Delta the sum of all updates.
+`mechanic_plugins.kernels.triton_tuner` is the default rule on a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ CLIP_EPS = 1e-6
 class Outcome(NamedTuple):
     """What came of a step.
 
-    `skipped` tells a step that was left out for its gradients from one that had none. For each tuner, `befores` and
-    `afters` are the scales that were and will be played, `delta_factors` what delta is multiplied by.
+    `skipped` tells a step that was left out for its gradients from one that had none. `befores` and `afters` are the
+    scales that were and will be played, one for each tuner; `clip` is what the gradients are multiplied by.
     """
 
     applied: bool
@@ -35,7 +36,6 @@ class Outcome(NamedTuple):
     clip: float
     befores: list[float]
     afters: list[float]
-    delta_factors: list[float]
 
 
 def decide(
@@ -55,20 +55,21 @@ def decide(
         rows: The tuners, changed in place.
         sums: Over all parameters of all ranks.
         lrs: The base's learning rate in this step, for each tuner.
-        settings: The constants, in the units of delta.
+        settings: The constants, in the units of the scale that is played.
         hold: Leave the scale as it is.
         max_grad_norm: Take the gradients for clipped to this norm.
     """
     befores = [row.played for row in rows]
     is_finite = all(map(math.isfinite, sums))
     if not is_finite or sums[-1] == 0:
-        return Outcome(False, not is_finite, 1.0, befores, befores, [1.0] * len(rows))
+        return Outcome(False, not is_finite, 1.0, befores, befores)
     clip = clip_factor(sums, max_grad_norm)
     products = [_products(sums, index, clip) for index in range(len(rows))]
     if settings.rule == "relative" and _has_outlier(rows, products):
-        return Outcome(False, True, 1.0, befores, befores, [1.0] * len(rows))
-    factors = [_step(*each, settings, hold) for each in zip(rows, products, lrs, strict=True)]
-    return Outcome(True, False, clip, befores, [row.played for row in rows], factors)
+        return Outcome(False, True, 1.0, befores, befores)
+    for row, sums_of_row, lr in zip(rows, products, lrs, strict=True):
+        _step(row, sums_of_row, lr, settings, hold)
+    return Outcome(True, False, clip, befores, [row.played for row in rows])
 
 
 def clip_factor(sums: Sequence[float], max_grad_norm: float | None) -> float:
@@ -94,8 +95,7 @@ def _has_outlier(rows: Sequence[Row], products: Sequence[Products]) -> bool:
     return found
 
 
-def _step(row: Row, sums: Products, lr: float, settings: Settings, hold: bool) -> float:
-    """What delta is multiplied by."""
+def _step(row: Row, sums: Products, lr: float, settings: Settings, hold: bool) -> None:
     before, row.lr = row.played, max(row.lr, lr)
     if not hold:
         if settings.rule == "relative":
@@ -108,4 +108,3 @@ def _step(row: Row, sums: Products, lr: float, settings: Settings, hold: bool) -
         row.played = sum(row.s)
     relative.walk(row, before, lr)
     row.travelled, row.elapsed = row.travelled + row.played * lr, row.elapsed + (lr if row.played > 0 else 0.0)
-    return relative.delta_factor(before, row.played) if settings.rule == "relative" else 1.0

@@ -1,13 +1,11 @@
 """The tuners and the sums of a step as they lie in memory.
 
-A step's sums are one float64 vector: six inner products for each tuner, then the number of gradients. The tuners are
-one float64 table with a row for each; `TunerState` has views of its columns.
+A step's sums are one vector: six inner products for each tuner, then the number of gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +18,6 @@ __all__ = [
     "SCALARS",
     "SUMS",
     "TunerState",
-    "column",
     "empty_sums",
     "gradient_count",
     "gradient_norm",
@@ -47,34 +44,71 @@ def gradient_count(vector: Tensor) -> Tensor:
 
 def gradient_norm(vector: Tensor) -> Tensor:
     """The norm of all gradients together, 0-dim."""
-    return vector[1:-1:6].sum().sqrt()
+    return vector[1 : -1 : len(SUMS)].sum().sqrt()
 
 
 def with_scaled_gradients(vector: Tensor, factor: Tensor) -> Tensor:
     """The vector of a step whose gradients are multiplied by `factor`, 0-dim: dg is linear in them, gg quadratic."""
     scaled = vector.clone()
-    scaled[0:-1:6] *= factor
-    scaled[1:-1:6] *= factor**2
+    scaled[0 : -1 : len(SUMS)] *= factor
+    scaled[1 : -1 : len(SUMS)] *= factor**2
     return scaled
 
 
-class TunerState(NamedTuple):
-    """Views of the table: (tuners, n) for each of `VECTORS`, (tuners, 1) for each of `SCALARS`."""
+class TunerState:
+    """All tuners, and how many steps were made and skipped: in floats where the host decides, or in a GPU's memory.
 
-    table: Tensor
-    n: int
+    Never changed: a step puts another one in its place. What is read in the other form is converted, and kept.
+    """
 
-    @classmethod
-    def of_rows(cls, rows: Sequence[Row], device: torch.device) -> TunerState:
-        table = torch.tensor([row.numbers() for row in rows], dtype=torch.float64, device=device)
-        return cls(table, len(rows[0].s))
+    def __init__(
+        self,
+        n: int,
+        device: torch.device,
+        *,
+        rows: list[Row] | None = None,
+        counts: tuple[float, float] = (0.0, 0.0),
+        flat: Tensor | None = None,
+    ) -> None:
+        """Of `rows` and `counts`, or of `flat`, which has the numbers of all rows and the two counts."""
+        self.n, self.device = n, device
+        self._rows, self._counts, self._flat = rows, counts, flat
 
+    @property
+    def width(self) -> int:
+        """How many numbers a row has."""
+        return len(VECTORS) * self.n + len(SCALARS)
+
+    @property
     def rows(self) -> list[Row]:
-        """Waits for the device."""
-        return [Row.of(numbers) for numbers in self.table.tolist()]
+        """Waits for the device, if that has them."""
+        if self._rows is None:
+            assert self._flat is not None
+            *numbers, steps, skipped = self._flat.tolist()
+            self._rows = [Row.of(numbers[at : at + self.width]) for at in range(0, len(numbers), self.width)]
+            self._counts = steps, skipped
+        return self._rows
+
+    @property
+    def counts(self) -> tuple[float, float]:
+        """The steps that were made and those that were skipped. Waits for the device, if that has them."""
+        return self._counts if self.rows else (0.0, 0.0)
+
+    @property
+    def flat(self) -> Tensor:
+        """On the device, in float64."""
+        if self._flat is None:
+            numbers = [number for row in self.rows for number in row.numbers()]
+            self._flat = torch.tensor([*numbers, *self._counts], dtype=torch.float64, device=self.device)
+        return self._flat
+
+    @property
+    def table(self) -> Tensor:
+        """A row for each tuner."""
+        return self.flat[:-2].view(-1, self.width)
 
     def column(self, name: str) -> Tensor:
-        """By the name of a field of `Row`."""
+        """By the name of a field of `Row`: (tuners, n) for one of `VECTORS`, (tuners, 1) for one of `SCALARS`."""
         if name in VECTORS:
             at = VECTORS.index(name) * self.n
             return self.table[:, at : at + self.n]
@@ -86,31 +120,29 @@ class TunerState(NamedTuple):
         """The scales in force, of shape (tuners,)."""
         return self.column("played")[:, 0]
 
-    @property
-    def device(self) -> torch.device:
-        return self.table.device
+    def copied_rows(self) -> list[Row]:
+        """To be changed."""
+        return [row.copy() for row in self.rows]
+
+    def with_rows(self, rows: Sequence[Row], counts: tuple[float, float] | None = None) -> TunerState:
+        """Others in their place."""
+        return TunerState(self.n, self.device, rows=list(rows), counts=self.counts if counts is None else counts)
+
+    def with_flat(self, flat: Tensor) -> TunerState:
+        """As a GPU has left them."""
+        return TunerState(self.n, self.device, flat=flat)
 
     def __len__(self) -> int:
-        return len(self.table)
+        if self._rows is not None:
+            return len(self._rows)
+        return (len(self.flat) - 2) // self.width
 
 
 def initial_state(settings: Settings, *, tuners: int, device: torch.device) -> TunerState:
     """The state before the first step."""
     n = settings.n
-    state = TunerState(torch.zeros(tuners, len(VECTORS) * n + len(SCALARS), dtype=torch.float64, device=device), n)
+    rows = [Row.of([0.0] * (len(VECTORS) * n + len(SCALARS))) for _ in range(tuners)]
     if settings.rule in ("experiments", "optax"):
-        state.column("s").fill_(settings.s_init)
-    return state
-
-
-def column(numbers: Sequence[float | Tensor] | Tensor, device: torch.device) -> Tensor:
-    """One number for each tuner, of shape (tuners, 1), without waiting for the device or copying to it."""
-    if isinstance(numbers, Tensor):
-        return numbers.view(-1, 1)
-    cells = (
-        number.to(device, torch.float64).reshape(())
-        if isinstance(number, Tensor)
-        else torch.full((), number, dtype=torch.float64, device=device)
-        for number in numbers
-    )
-    return torch.stack(list(cells)).unsqueeze(1)
+        for row in rows:
+            row.s = [settings.s_init] * n
+    return TunerState(n, device, rows=rows)

@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor
 
-from mechanic_plugins.core.param_state import DELTA, ParamState
+from mechanic_plugins.core.param_state import main_slot
 from mechanic_plugins.core.tuner_state import with_scaled_gradients
 from mechanic_plugins.deepspeed.universal import mend_universal_load, mend_universal_load_of_stage3
 from mechanic_plugins.distributed.reduction import AllReduce
@@ -197,18 +197,20 @@ class _Conductor:
     @torch.no_grad()
     def _decision(self, total_norm: Any) -> Any:
         with self.layout.prepared():
-            sums = self.mechanic.local_sums(list(self._param_states()))
+            sums = self.mechanic.local_sums(list(self._parts()))
             return self.mechanic.decide(self.reduction.start(self._unscaled(sums, total_norm))())
 
-    def _param_states(self) -> Iterator[tuple[dict[str, Any], ParamState]]:
+    def _parts(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor | None]]:
+        """Param group, weights, gradient, and what Mechanic keeps for them."""
+        slot = main_slot(is_default=self.mechanic.settings.rule == "relative")
         for index, shard in enumerate(self.layout.shards()):
             group = self.mechanic.param_groups[self.layout.group_of(index)]
-            delta = self.mechanic.state.get(shard, {}).get(DELTA)
+            kept = self.mechanic.state.get(shard, {}).get(slot)
             start = 0
             for grad in self.layout.gradients(index):
                 here = slice(start, start + grad.numel())
                 x = shard.detach()[here]
-                yield group, ParamState(x, grad.view(-1), None if delta is None else delta[here], None)
+                yield group, x, grad.view(-1), None if kept is None else kept[here]
                 start += grad.numel()
 
     def _unscaled(self, sums: Tensor, total_norm: Any) -> Tensor:

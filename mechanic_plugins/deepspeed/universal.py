@@ -1,4 +1,4 @@
-"""Loading delta from universal checkpoints, with which DeepSpeed changes the number of ranks."""
+"""Loading universal checkpoints, with which DeepSpeed changes the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.checkpoints.state import check_tuner
-from mechanic_plugins.core.param_state import DELTA, PREFIX
+from mechanic_plugins.core.param_state import PREFIX, main_slot
 from mechanic_plugins.optimizer import MechanicOptimizer
 
 __all__ = ["mend_universal_load", "mend_universal_load_of_stage3"]
 
 
 def mend_universal_load(holder: Any, mechanic: MechanicOptimizer) -> None:
-    """DeepSpeed loads every tensor saved beside a parameter's moments; checks that delta was among them."""
+    """DeepSpeed loads every tensor saved beside a parameter's moments; checks that Mechanic's was among them."""
     original = holder.load_hp_checkpoint_state_from_checkpoint_dir
 
     def load(lp_groups_name: str, checkpoint_dir: str) -> None:
@@ -30,7 +30,7 @@ def mend_universal_load(holder: Any, mechanic: MechanicOptimizer) -> None:
 
 
 def mend_universal_load_of_stage3(zero: Any, mechanic: MechanicOptimizer) -> None:
-    """Loads delta and each group's settings: at stage 3 DeepSpeed loads three tensors and one group's settings."""
+    """Loads Mechanic's tensor and each group's settings: at stage 3 DeepSpeed loads three tensors and one group's settings."""
     original = zero.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 
     def load(checkpoint_dir: str) -> None:
@@ -41,21 +41,28 @@ def mend_universal_load_of_stage3(zero: Any, mechanic: MechanicOptimizer) -> Non
         for group, old in zip(mechanic.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
             group.update({key: value for key, value in old.items() if key != "params"})
         for shard, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
-            _load_shard(zero, mechanic.state[shard], shard, [(folder / zero.param_names[p], p) for p in params])
+            sources = [(folder / zero.param_names[p], p) for p in params]
+            _load_shard(zero, mechanic.state[shard], shard, sources, _slot(mechanic))
         _check_loaded(mechanic, zero.fp32_partitioned_groups_flat, checkpoint_dir)
 
     zero.load_hp_checkpoint_state_from_checkpoint_dir_stage3 = load
 
 
-def _load_shard(zero: Any, state: dict[str, Any], shard: Tensor, params: Sequence[tuple[Path, Tensor]]) -> None:
+def _slot(mechanic: MechanicOptimizer) -> str:
+    return main_slot(is_default=mechanic.settings.rule == "relative")
+
+
+def _load_shard(
+    zero: Any, state: dict[str, Any], shard: Tensor, params: Sequence[tuple[Path, Tensor]], slot: str
+) -> None:
     state["step"] = copy.deepcopy(state["step"])  # stage 3 shares one tensor between all shards
-    if not all((folder / f"{DELTA}.pt").exists() for folder, _ in params):
+    if not all((folder / f"{slot}.pt").exists() for folder, _ in params):
         return
-    parts = [zero.load_hp_checkpoint_state(str(folder), DELTA, param=p) for folder, p in params]
-    state[DELTA] = torch.zeros_like(shard, requires_grad=False)
+    parts = [zero.load_hp_checkpoint_state(str(folder), slot, param=p) for folder, p in params]
+    state[slot] = torch.zeros_like(shard, requires_grad=False)
     start = 0
     for part in parts:
-        state[DELTA][start : start + part.numel()] = part
+        state[slot][start : start + part.numel()] = part
         start += part.numel()
 
 
@@ -67,8 +74,8 @@ def _check_loaded(mechanic: MechanicOptimizer, shards: Sequence[Tensor], checkpo
             "the scale is learned from scratch, starting at the current weights.",
             stacklevel=3,
         )
-    elif any(DELTA not in mechanic.state[shard] for shard in shards):
+    elif any(_slot(mechanic) not in mechanic.state[shard] for shard in shards):
         raise ValueError(
-            f"the universal checkpoint {checkpoint_dir} has Mechanic's tuner but no {DELTA}: DeepSpeed's own converter "
-            "omits it. Convert with `python -m mechanic_plugins.ds_to_universal`, which takes the same arguments."
+            f"the universal checkpoint {checkpoint_dir} has Mechanic's tuner but no {_slot(mechanic)}: DeepSpeed's own  "
+            "converter omits it. Convert with `python -m mechanic_plugins.ds_to_universal`, which takes the same arguments."
         )

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core.param_state import ParamState
-
 __all__ = [
     "ALIGNED",
     "can_run",
@@ -23,7 +21,7 @@ __all__ = [
 ]
 
 ALIGNED = 16
-"""Elements, enough for reading 16 bytes at once: the tensors in a snapshot begin at multiples of it."""
+"""Elements, enough for reading 16 bytes at once."""
 
 
 def is_interpreted() -> bool:
@@ -42,9 +40,8 @@ def can_run(device: torch.device) -> bool:
     return has_triton() and (device.type == "cuda" or is_interpreted())
 
 
-def fits(param_state: ParamState) -> bool:
+def fits(x: Tensor, grad: Tensor | None) -> bool:
     """Whether kernels may walk weights and gradient as one row each."""
-    x, grad = param_state.x, param_state.grad
     return can_run(x.device) and x.is_floating_point() and _is_row(x) and (grad is None or lies_like(grad, x))
 
 
@@ -60,10 +57,9 @@ def lies_like(grad: Tensor, x: Tensor) -> bool:
     return grad.stride() == x.stride() or (grad.is_contiguous() and x.is_contiguous())
 
 
-def kind_of(param_state: ParamState) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
-    """Slots of one kind share a launch. One of odd length would have all of them read element by element."""
-    gtype = param_state.x.dtype if param_state.grad is None else param_state.grad.dtype
-    return param_state.x.device, param_state.x.dtype, gtype, param_state.x.numel() % ALIGNED == 0
+def kind_of(x: Tensor, grad: Tensor | None) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
+    """Tensors of one kind share a launch. One of odd length would have all of them read element by element."""
+    return x.device, x.dtype, x.dtype if grad is None else grad.dtype, x.numel() % ALIGNED == 0
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options, mechanize
 from mechanic_plugins.checkpoints.state import strip
-from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins.core.param_state import DELTA, REF
 from mechanic_plugins.lightning.checks import DEEPSPEED, is_a
 from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
@@ -106,7 +106,8 @@ def is_sharded_without_mechanic(path: str | Path) -> bool:
         return False
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    if any(DELTA in key for key in FileSystemReader(path).read_metadata().state_dict_metadata):
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata
+    if any(name in key for key in keys for name in (DELTA, REF)):
         return False
     rank_zero_warn(
         f"{path} was saved without Mechanic: the optimizer's moments are kept, and the scale is learned from scratch, "

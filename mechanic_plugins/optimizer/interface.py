@@ -26,14 +26,15 @@ from mechanic_plugins.checkpoints.format import holds_tuner
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.groups import Owner, show_scales
-from mechanic_plugins.core.param_state import DELTA, PREFIX
+from mechanic_plugins.core.param_state import DELTA, PREFIX, REF
 from mechanic_plugins.core.settings import Settings, check_max_grad_norm, checked_delta_dtype
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
 from mechanic_plugins.optimizer.delegate import Delegate, Group
+from mechanic_plugins.optimizer.refusals import refuse_narrow_delta
 from mechanic_plugins.optimizer.skips import Skips
 from mechanic_plugins.optimizer.units import Units
-from mechanic_plugins.passes.deltas import zeros_like
 from mechanic_plugins.passes.planner import Backend, check_backend
+from mechanic_plugins.passes.slots import Slots
 
 __all__ = ["StateDict", "Wrapper"]
 
@@ -52,7 +53,7 @@ class Wrapper(Delegate):
     max_grad_norm: float | None = None
     """Every step clips the gradients to this norm. Not a setting of the tuner's: checkpoints do not hold it."""
     delta_dtype: torch.dtype | None = None
-    """What delta is kept in, where that was chosen. Checkpoints hold it as it is."""
+    """What the references are kept in, where that was chosen. Checkpoints hold them as they are."""
     _has_history = True
     """Whether the base had state before Mechanic's first step: made when it was built, or loaded from a plain run."""
 
@@ -75,6 +76,7 @@ class Wrapper(Delegate):
         self.group, self.sync_replicas = group, sync_replicas
         self.backend, self.max_grad_norm = backend, max_grad_norm
         self.delta_dtype = checked_delta_dtype(delta_dtype)
+        refuse_narrow_delta(settings, self.delta_dtype)
         self._has_history = bool(base.state)
         before = vars(base).get(_LIVE)
         self._start()
@@ -87,11 +89,12 @@ class Wrapper(Delegate):
         self._held: dict[str, Progress | None] = {}
         vars(self.base)[_LIVE] = self.settings, self._held
         self._units = Units(self.base, self.settings)
+        self._slots = Slots(is_default=self.settings.rule == "relative", wanted=self.delta_dtype)
         self._dry_state: object = None
         self._is_plain = False
         self._known_params: list[Tensor] = []
         self._last_lrs: list[Any] | None = None
-        self._last: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor | list[float]] = {}
         """The sums of the last step. In a dict for the same reason as `_live`."""
         self._skips = Skips()
         for name in _HOOKS:
@@ -102,7 +105,7 @@ class Wrapper(Delegate):
         show_scales(self.param_groups, self._itself)
 
     def add_param_group(self, param_group: Group) -> None:
-        """The new parameters start with delta = 0; with `scope="group"` they get a tuner of their own."""
+        """The new parameters start where they are; with `scope="group"` they get a tuner of their own."""
         progress = self._progress
         self.base.add_param_group(param_group)
         show_scales(self.param_groups, self._itself)
@@ -164,7 +167,7 @@ class Wrapper(Delegate):
         settings, held = before or (self.settings, self._held)
         live = held.get("progress")
         if live is not None and live.row_of(self.param_groups[0]) is not None:
-            checkpoint.write(self.param_groups, live, settings, delta_unit=self._units.of_delta(live))
+            checkpoint.write(self.param_groups, live, settings, delta_unit=self._units.of_scale(live))
 
     def _hold_tuner(self) -> None:
         """The groups always hold the tuner's keys: loaders look for them there."""
@@ -180,9 +183,8 @@ class Wrapper(Delegate):
         self._write(self._progress)
 
     def _write(self, progress: Progress) -> None:
-        self._units.settle(progress)
         if not self._is_plain:
-            checkpoint.write(self.param_groups, progress, self.settings, delta_unit=self._units.of_delta(progress))
+            checkpoint.write(self.param_groups, progress, self.settings, delta_unit=self._units.of_scale(progress))
 
     @contextmanager
     def loading_plain(self) -> Iterator[None]:
@@ -207,11 +209,17 @@ class Wrapper(Delegate):
             self._create_eager_state()
 
     def _create_eager_state(self) -> None:
-        """Bases that fill their state when built get no dry run: a load would find no place for delta."""
-        state: dict[Any, Any] = {} if checkpoint.is_released(self.param_groups) else self.state
-        for p, entries in state.items():  # some bases keep what is no parameter's there: counters, settings
-            if isinstance(p, Tensor) and isinstance(entries, dict) and entries and DELTA not in entries:
-                entries[DELTA] = zeros_like(p, self.delta_dtype)
+        """Bases that fill their state when built get no dry run: a load would find no place for the references."""
+        if checkpoint.is_released(self.param_groups):
+            return
+        rows = self._progress.tuner.rows if holds_tuner(self.param_groups) else []
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state.get(p)
+                if isinstance(state, dict) and state and not {REF, DELTA} & state.keys():
+                    self._slots.begin(p, state, has_master=False)
+                    if rows and rows[self._progress.tuner_of(group)].played > 0 and self._slots.is_default:
+                        self._slots.put(p, state, REF, local(p))
 
     def _params(self) -> list[Tensor]:
         """The same list as before, as long as they are the same."""
@@ -243,7 +251,7 @@ class Wrapper(Delegate):
         self.base.load_state_dict(plain)
         show_scales(self.param_groups, self._itself)
         ids = (i for group in plain["param_groups"] for i in group["params"])
-        checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state, self.delta_dtype)
+        checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state, self._slots.dtypes)
         self._live = self._dry_state = self._last_lrs = None
         self._last.clear()
         if not holds_tuner(self.param_groups):

@@ -40,7 +40,7 @@ class Readout(Wrapper):
     @property
     def learned(self) -> Tensor:
         """As `learned_lrs`, on the device."""
-        progress, unit = self._progress, self._units.of_delta(self._progress)
+        progress, unit = self._progress, self._units.of_scale(self._progress)
         far, time, top = (progress.tuner.column(name)[:, 0] for name in ("travelled", "elapsed", "lr"))
         peaks = torch.where(time > 0, far / time.clamp(min=1e-300) * top / unit, 0.0)
         owners = [progress.tuner_of(group) for group in self.param_groups]
@@ -72,7 +72,7 @@ class Readout(Wrapper):
     @property
     def scales(self) -> Tensor:
         """The learned factor of each param group."""
-        played = self._progress.tuner.played / self._units.of_delta(self._progress)
+        played = self._progress.tuner.played / self._units.of_scale(self._progress)
         return played.expand(len(self.param_groups))
 
     @property
@@ -100,14 +100,13 @@ class Readout(Wrapper):
     @property
     def tuner(self) -> Tuner:
         """The tuner's vectors, in units of the base's own learning rate."""
-        state, unit = self._progress.tuner, self._units.of_delta(self._progress)
+        state, unit = self._progress.tuner, self._units.of_scale(self._progress)
         s, r, m, v = (state.column(name) for name in "srmv")
         if self.settings.rule != "relative":
             m, v = m * unit, v * unit**2
         s, r, m, v = (t if self.settings.scope == "group" else t[0] for t in (s / unit, r, m, v))
-        return Tuner(
-            s, r.clone(), m.clone(), v.clone(), self._progress.steps.clone()
-        )  # a recorded step writes them over
+        steps = state.flat[-2]
+        return Tuner(s, r.clone(), m.clone(), v.clone(), steps.clone())  # a recorded step writes them over
 
     @property
     def grad_norm(self) -> Tensor:
@@ -116,14 +115,16 @@ class Readout(Wrapper):
         0 before the first step; not finite where that is why a step was skipped.
         """
         sums = self._last.get("sums")
-        return torch.zeros_like(self._progress.steps) if sums is None else gradient_norm(sums)
+        device = self._progress.tuner.device
+        if sums is None:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return gradient_norm(torch.as_tensor(sums, dtype=torch.float64, device=device))
 
     def metrics(self) -> dict[str, float]:
         """What to log, as python floats. Synchronises with the device once."""
-        progress, unit = self._progress, self._units.of_delta(self._progress)
+        progress, unit = self._progress, self._units.of_scale(self._progress)
         hs = progress.tuner.column("h")[:, 0] * unit
-        counts = torch.stack([progress.steps, progress.skipped, self.grad_norm])
-        packed = torch.cat([self.scales, hs, counts]).tolist()
+        packed = torch.cat([self.scales, hs, progress.tuner.flat[-2:], self.grad_norm.view(1)]).tolist()
         scales, h, (steps, skipped, norm) = packed[: len(self.scales)], packed[len(self.scales) : -3], packed[-3:]
         lrs = self.effective_lrs
         metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
@@ -137,7 +138,7 @@ class Readout(Wrapper):
         return {**metrics, "mechanic/steps": steps, "mechanic/skipped_steps": skipped}
 
     def _warn_of_skips(self, progress: Progress) -> None:
-        steps, skipped = int(progress.steps), int(progress.skipped)
+        steps, skipped = map(int, progress.tuner.counts)
         text = self._skips.warning(self.param_groups, steps=steps, skipped=skipped)
         if text is not None:
             warnings.warn(text, stacklevel=3)

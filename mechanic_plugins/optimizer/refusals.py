@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
-from mechanic_plugins.core.param_state import DELTA, REF
+from mechanic_plugins.core.param_state import DELTA, MASTER, REF
+from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.distributed.sharding import is_dtensor
 
-__all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_release", "refuse_sparse"]
+__all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_narrow_delta", "refuse_release", "refuse_sparse"]
 
 
 def refuse_sparse(p: Tensor) -> None:
-    """Mechanic moves every weight in every step."""
+    """Sums are taken of dense tensors."""
     if p.grad is not None and p.grad.layout != torch.strided:
         raise ValueError(
             f"a gradient of shape {tuple(p.shape)} is sparse ({p.grad.layout}): Mechanic moves every weight in every "
@@ -27,7 +28,7 @@ def refuse_sparse(p: Tensor) -> None:
 
 def refuse_foreign(p: Tensor, state: Mapping[str, Any]) -> None:
     """Rejects wrong shapes: kernels do no bounds checks."""
-    for name in (DELTA, REF):
+    for name in (DELTA, MASTER, REF):
         if name in state and state[name].shape != p.shape:
             raise ValueError(
                 f"the optimizer's {name} has shape {tuple(state[name].shape)} where the parameter has shape "
@@ -40,13 +41,22 @@ def refuse_release(base: Optimizer, *, by_engine: bool) -> None:
     """For bases that cannot be stepped at scale * lr in Mechanic's place."""
     if by_engine:
         raise ValueError(
-            "freeze(release=True) cannot give delta back under DeepSpeed: the engine holds views of the optimizer's "
+            "freeze(release=True) cannot give memory back under DeepSpeed: the engine holds views of the optimizer's "
             "state. Use freeze(), or save a checkpoint and go on without Mechanic at the learned lr."
         )
     if not known_bases.is_linear_in_lr(base):
         raise ValueError(
             f"freeze(release=True) steps the base at scale * lr, and updates of {type(base).__name__} are not known to "
             "be proportional to its lr: use freeze(). If they are, say so by a class attribute, linear_in_lr = True."
+        )
+
+
+def refuse_narrow_delta(settings: Settings, delta_dtype: torch.dtype | None) -> None:
+    """A sum of updates would lose those that are smaller than its rounding."""
+    if settings.rule != "relative" and delta_dtype == torch.bfloat16:
+        raise ValueError(
+            f"delta_dtype=torch.bfloat16 is for the default rule, got rule={settings.rule!r}: a published rule sums all "
+            "updates up, and bfloat16 would lose the small ones. Leave delta_dtype out."
         )
 
 

@@ -1,22 +1,22 @@
-"""The learning rate that delta is measured in.
+"""The learning rate that a scale of 1 stands for.
 
 With `normalize_lr` a base of lr 1e-3 and one of lr 10 learn the same run: constants are stated for an lr of 1, and the
-base is stepped at lr / unit, where the unit is its peak learning rate at the first applied step.
+unit is the base's peak learning rate at the first applied step. A base is stepped at scale * lr / unit.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.kernels.cuda import is_capturing
 
 __all__ = ["Units"]
 
@@ -30,59 +30,42 @@ class Units:
         self.base, self.settings = base, settings
         self._is_linear = known_bases.is_linear_in_lr(base)
 
-    def resolve(self, progress: Progress) -> bool:
-        """Fixes the unit at the first applied step with a learning rate above 0; False before that.
+    def resolve(self, progress: Progress, rows: Sequence[Row]) -> bool:
+        """Fixes the unit at the first learning rate above 0; False before that.
 
-        A GPU decides by itself whether a step is applied. The unit therefore stands until the learning rate turns out
-        to be another one in the next step, and is only then checked. An lr that is a tensor on a GPU is read once.
+        The rows then get the highest lr of a schedule, where the groups know it: a warm-up is then a warm-up.
         """
-        is_settled = progress.unit_since is None or is_capturing(progress.steps.device)
-        if progress.unit > 0 and (is_settled or any(map(_has_lr_on_device, self.base.param_groups))):
+        if progress.unit > 0:
             return True
-        peak = max(map(_peak_lr, self.base.param_groups)) if self.settings.normalize_lr else 1.0
-        if progress.unit != peak:
-            self.settle(progress)
-        if progress.unit == 0 and peak > 0:
-            progress.unit, progress.unit_since = peak, progress.steps.clone()
-            self._note_peaks(progress)
-        return progress.unit > 0
-
-    def _note_peaks(self, progress: Progress) -> None:
-        """The highest lr of a schedule, where its groups say so: a warm-up is then a warm-up."""
-        highest = progress.tuner.column("lr")
+        progress.unit = max(map(_peak_lr, self.base.param_groups)) if self.settings.normalize_lr else 1.0
+        if progress.unit == 0:
+            return False
         for group in self.base.param_groups:
-            lrs = [group.get(key) for key in ("lr", "initial_lr", "max_lr")]
-            known = max(float(lr) for lr in lrs if lr is not None) if any(lr is not None for lr in lrs) else 1.0
-            highest[progress.tuner_of(group)].clamp_(min=known)
+            row = rows[progress.tuner_of(group)]
+            row.lr = max(row.lr, _highest_lr(group))
+        return True
 
-    def settle(self, progress: Progress) -> None:
-        """Takes the unit back if no step was applied with it. Synchronises with the device, once in a run."""
-        since, progress.unit_since = progress.unit_since, None
-        if since is not None and not bool(progress.steps > since):
-            progress.unit = 0.0
-            progress.tuner.column("lr").zero_()
-
-    def of_delta(self, progress: Progress) -> float:
-        """What one unit of delta is worth in the base's own updates."""
+    def of_scale(self, progress: Progress) -> float:
+        """What a scale of 1 is worth in the base's own updates."""
         return (progress.unit or 1.0) if self._is_linear else 1.0
 
     def constants(self, progress: Progress) -> Settings:
-        """The settings, which are stated for a base lr of 1, in the units of delta."""
-        return _at_unit(self.settings, progress.unit or 1.0, self.of_delta(progress))
+        """The settings, which are stated for a base lr of 1, in the units of the scale."""
+        return _at_unit(self.settings, progress.unit or 1.0, self.of_scale(progress))
 
 
 @functools.lru_cache(maxsize=64)
-def _at_unit(settings: Settings, unit: float, delta_unit: float) -> Settings:
-    if delta_unit != unit:
+def _at_unit(settings: Settings, unit: float, of_scale: float) -> Settings:
+    if of_scale != unit:
         settings = settings.at_lr(unit)
-    return settings if settings.max_scale is None else replace(settings, max_scale=settings.max_scale * delta_unit)
-
-
-def _has_lr_on_device(group: Group) -> bool:
-    lr = group.get("initial_lr", group.get("lr"))
-    return isinstance(lr, Tensor) and lr.device.type != "cpu"
+    return settings if settings.max_scale is None else replace(settings, max_scale=settings.max_scale * of_scale)
 
 
 def _peak_lr(group: Group) -> float:
     lr = group.get("initial_lr", group.get("lr"))
     return 1.0 if lr is None else float(lr)
+
+
+def _highest_lr(group: Group) -> float:
+    lrs = [group[key] for key in ("lr", "initial_lr", "max_lr") if group.get(key) is not None]
+    return max(map(float, lrs)) if lrs else 1.0

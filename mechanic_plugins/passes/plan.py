@@ -1,13 +1,10 @@
-"""What a step walks over: the parameters in batches of one kind, set up once and used while nothing but data changes.
-
-Setting up looks at each parameter in turn. A step that follows a plan reads a few addresses for each parameter and
-starts a handful of launches.
-"""
+"""What a step walks over: the parameters in batches of one kind, set up once and used while nothing but data changes."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,244 +12,247 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
-from mechanic_plugins.core.param_state import DELTA, REF, IndexRange, ParamState, needs_reference
-from mechanic_plugins.core.tuner_state import empty_sums
+from mechanic_plugins.core.tuner import SUMS
 from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
-from mechanic_plugins.kernels.batch import TensorBatch
-from mechanic_plugins.kernels.foreach import ForeachBatch
-from mechanic_plugins.kernels.sizes import add_sizes, make_room
-from mechanic_plugins.kernels.triton_batch import TritonBatch
-from mechanic_plugins.passes.deltas import complete
-from mechanic_plugins.passes.kept import KeptState
+from mechanic_plugins.kernels.dots import Dots, reals
+from mechanic_plugins.kernels.sizes import count_nonzero, sizes
 
-__all__ = ["Closure", "Decision", "Entry", "Group", "ParamBatch", "Plan", "clip"]
+__all__ = ["Batch", "Closure", "Decision", "Entry", "Group", "Part", "Plan", "Sums", "add_sizes", "batches_of_parts", "exact"]
 
 Closure = Callable[[], Any]
 Group = dict[str, Any]
+Sums = list[float]
+_DG, _GG, _XX, _DX, _DD, _DP = range(len(SUMS))
 
 
 class Entry(NamedTuple):
-    """A parameter that takes part in a step: its param group, local tensors, tuner, and weight in the sums.
-
-    `delta_dtype` is what its delta is to be, if that was chosen.
-    """
+    """A parameter that takes part in a step, its param group and tuner, and its weight in the sums."""
 
     param: Tensor
     group: Group
-    param_state: ParamState
     tuner_index: int
     weight: float
-    delta_dtype: torch.dtype | None = None
 
 
 class Decision(NamedTuple):
-    """What a step will do.
+    """What a step will do: in floats, or in tensors where a GPU has decided.
 
-    `table` has a row for each tuner: the scale that was and that will be played, whether the step is made, what delta
-    and the gradients are multiplied by, and the steps so far.
+    `befores` and `afters` are the scales that were and will be played, for each tuner. `clip` multiplies the gradients.
     """
 
     applied: bool | Tensor
-    table: Tensor
-    has_clip: bool
-
-    @property
-    def after(self) -> Tensor:
-        return self.table[:, 1]
-
-    @property
-    def clip(self) -> Tensor | None:
-        """What multiplies the gradients that the base sees, 0-dim; None leaves them as they are."""
-        return self.table[0, 4] if self.has_clip else None
+    befores: Sequence[float]
+    afters: Sequence[float] | Tensor
+    clip: float | Tensor
 
 
-class ParamBatch:
-    """Parameters that share launches: one param group, tuner, weight and kind of tensor."""
+class Batch:
+    """Parameters of one tuner, weight, dtype and device, and the tensors beside them that the sums are taken of.
 
-    def __init__(self, base: Optimizer, entries: Sequence[Entry], *, by_kernels: bool) -> None:
+    `wides` stand for the weights, where these have 16 bits; `refs` is None where nothing is kept.
+    """
+
+    def __init__(self, base: Optimizer, entries: Sequence[Entry]) -> None:
         first = entries[0]
-        self.base, self.group, self.tuner_index = base, first.group, first.tuner_index
-        self.weight, self.delta_dtype = first.weight, first.delta_dtype
         self.params = [entry.param for entry in entries]
+        self.tuner_index, self.weight = first.tuner_index, first.weight
+        self.sign = -1.0 if first.group.get("maximize") else 1.0
+        self.penalty = known_bases.l2_penalty(base, first.group)
         self.is_sharded = is_dtensor(self.params[0])
-        self.device: torch.device = first.param_state.x.device
-        self.states: list[Any] = [base.state.get(p) for p in self.params]
-        self.watched = [self._watched(state) for state in self.states]
-        kept = {name: [watched[name] for watched in self.watched] for name in self._names()}
-        self._kept = KeptState(self.states, kept)
-        self.tensors = self._tensor_batch([entry.param_state for entry in entries], by_kernels=by_kernels)
+        self.is_complex = self.params[0].is_complex()
+        self.device: torch.device = local(self.params[0]).device
+        self.refs: list[Tensor] | None = None
+        self.wides: list[Tensor] | None = None
+        self._dots = Dots([local(p).numel() * (1 + self.is_complex) for p in self.params], self.device)
 
-    def _tensor_batch(self, param_states: Sequence[ParamState], *, by_kernels: bool) -> TensorBatch:
-        return TritonBatch(param_states) if by_kernels else ForeachBatch(param_states)
-
-    def _names(self) -> tuple[str, ...]:
-        """What of a parameter's state the launches know the address of."""
-        return (DELTA, REF) if needs_reference(self.params[0].dtype) else (DELTA,)
-
-    def _watched(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        return {name: None if state is None else state.get(name) for name in self._names()}
-
-    def is_current(self) -> bool:
-        """Whether the state is still where it was: a load, or a change of paths, puts other tensors there."""
-        return self._kept.is_there()
-
-    def refresh_pointers(self) -> bool:
-        """Looks where weights and gradients are in this step; False where one is not like it was."""
+    def grads(self) -> list[Tensor | None]:
+        """This rank's part of the gradients."""
+        grads = [p.grad for p in self.params]
         if self.is_sharded:
             align_gradients(self.params)
-        return self.tensors.refresh_pointers(self.xs(), self.grads())
+            return [local(p.grad) for p in self.params]
+        return grads
 
     def xs(self) -> list[Tensor]:
         """This rank's part of the weights. Never kept across steps: FSDP may put another tensor there."""
+        if self.wides is not None:
+            return [exact(local(p), local(wide)) for p, wide in zip(self.params, self.wides, strict=True)]
         return [local(p) for p in self.params] if self.is_sharded else self.params
 
-    def grads(self) -> list[Tensor | None]:
-        grads = [p.grad for p in self.params]
-        return [local(grad) for grad in grads] if self.is_sharded else grads
+    def add_sums(self, out: Sums, *, is_waiting: bool, with_dx: bool, with_xx: bool) -> None:
+        """Adds this batch's share to its tuner's sums, and its gradients to the count at the end.
 
-    def add_sums(self, out: Tensor, *, with_dx: bool) -> None:
-        """Adds this batch's share to its tuner's sums, and its gradients to the count at the end."""
-        by_kernels = isinstance(self.tensors, TritonBatch)  # which read the addresses before
-        self.tensors.add_sums(
-            () if by_kernels else self.xs(),
-            () if by_kernels else self.grads(),
-            out,
-            tuner_index=self.tuner_index,
-            weight=self.weight,
-            maximize=bool(self.group.get("maximize")),
-            penalty=known_bases.l2_penalty(self.base, self.group),
-            with_dx=with_dx,
-        )
+        `is_waiting`: the refs are the differences themselves.
+        """
+        xs, grads = self.xs(), self.grads()
+        refs = [local(ref) for ref in self.refs] if self.refs and self.is_sharded else self.refs
+        present = len(grads) - sum(map(operator.is_, grads, repeat(None)))
+        wanted = {"is_difference": not is_waiting, "with_dx": with_dx or self.penalty != 0, "with_xx": with_xx}
+        if present == len(grads):
+            found = self._of(self._dots, xs, refs, grads, wanted)
+        else:
+            found = self._of_some(xs, refs, grads, wanted)
+        dg, gg, dd, dx, xx = (self.weight * number for number in found)
+        at = len(SUMS) * self.tuner_index
+        for place, number in ((_DG, self.sign * dg), (_GG, gg), (_XX, xx), (_DX, dx), (_DD, dd)):
+            out[at + place] += number
+        out[at + _DP] += self.penalty * dx
+        out[-1] += present
 
-    @property
-    def sizes(self) -> list[int]:
-        """For each parameter the bytes that a snapshot of it holds."""
-        return self.tensors.sizes
+    def _of(self, dots: Dots, xs: Any, refs: Any, grads: Any, wanted: dict[str, bool]) -> Sums:
+        if self.is_complex:
+            xs, refs, grads = (None if each is None else reals(each) for each in (xs, refs, grads))
+        return dots.of(xs, refs, grads, **wanted)
 
-    def pairs(self, part: IndexRange, snapshot: Any) -> Sequence[tuple[Tensor, Tensor]]:
-        """The parameters of a part for which the base is to step other tensors, each with its other."""
-        return ()
+    def _of_some(self, xs: Any, refs: Any, grads: Any, wanted: dict[str, bool]) -> Sums:
+        """Those with a gradient, and those without."""
+        sums = [0.0] * 5
+        for has_one in (True, False):
+            here = [index for index, grad in enumerate(grads) if (grad is not None) == has_one]
+            if not here:
+                continue
+            x, ref, grad = (each and [each[index] for index in here] for each in (xs, refs, grads))
+            dots = Dots([each.numel() * (1 + self.is_complex) for each in x], self.device)
+            sums = list(map(operator.add, sums, self._of(dots, x, ref, grad if has_one else None, wanted)))
+        return sums
 
-    def snapshot(self, part: IndexRange) -> Any:
-        """The weights of a part, for `move` or `restore`."""
-        return self.tensors.snapshot(part, self.xs()[part.first : part.last])
+    def add_sizes(self, out: Sums, *, is_first: bool) -> None:
+        """With a tuner's first gradient, three sums where its <x, x>, <d, x> and <d, p> would be, which are 0 then.
 
-    def own_iterate(self, part: IndexRange, snapshot: Any) -> str | None:
-        """See `known_bases.own_iterate`: looks only at parameters that have no delta yet."""
-        if self._kept.is_complete:
-            return None
-        here = slice(part.first, part.last)
-        states = [self.base.state.get(p) for p in self.params[here]]
-        known = [{k: local(v) for k, v in s.items()} if isinstance(s, dict) else None for s in states]
-        each = map(known_bases.own_iterate, known, self.grads()[here], snapshot, self.xs()[here])
-        return next(filter(None, each), None)
-
-    def restore(self, part: IndexRange, snapshot: Any) -> None:
-        """The weights as they were before the base touched them."""
-        self.tensors.restore(part, self.xs()[part.first : part.last], snapshot)
-
-    def begin_moves(self, parts: Sequence[IndexRange]) -> None:
-        """The parts whose moves will make up the whole."""
-        self.tensors.begin_moves(parts)
-
-    def move(self, part: IndexRange, snapshot: Any, scales: Tensor) -> None:
-        """From the base's weights to Mechanic's."""
-        if isinstance(self.tensors, ForeachBatch):
-            self._complete(self.tensors, part, snapshot)
-        scales = scales[self.tuner_index].to(self.device, non_blocking=True)
-        self.tensors.move(part, self.xs()[part.first : part.last], snapshot, scales)
-
-    def finish_moves(self) -> None:
-        """All parts have moved."""
-        self.tensors.finish_moves(self.xs())
-
-    def _complete(self, rows: ForeachBatch, part: IndexRange, olds: Sequence[Tensor]) -> None:
-        """Makes deltas. Never before the base has its state: bases take an empty one for a new parameter."""
-        if self._kept.is_complete:
+        With later gradients the last of the three alone, where <x, x> would be: see `kernels.sizes`.
+        """
+        xs = [local(p) for p in self.params]
+        pairs = [(x, grad) for x, grad in zip(xs, self.grads(), strict=True) if grad is not None]
+        if not pairs:
             return
-        for index, old in zip(range(part.first, part.last), olds, strict=True):
-            if any(tensor is None for tensor in self.watched[index].values()):
-                p = self.params[index]
-                complete(self.base, p, old, self.delta_dtype)
-                rows.deltas[index], rows.refs[index] = (local(self.base.state[p].get(name)) for name in (DELTA, REF))
+        some, grads = (list(each) for each in zip(*pairs, strict=True))
+        if self.is_complex:
+            some, grads = reals(some), reals(grads)
+        at = len(SUMS) * self.tuner_index
+        if is_first:
+            for place, number in zip((_XX, _DX, _DP), sizes(some, grads), strict=True):
+                out[at + place] += self.weight * number
+        else:
+            out[at + _XX] += self.weight * count_nonzero(grads)
 
 
-def _are_the_same(these: Collection[object], those: Collection[object]) -> bool:
-    return len(these) == len(those) and all(map(operator.is_, these, those))
+def exact(x: Tensor, master: Tensor) -> Tensor:
+    """The master of 16-bit weights, where these are its rounding; those that were changed from outside themselves."""
+    x = x.detach()
+    return torch.where(x == master.to(x.dtype), master, x.float())
 
 
-def clip(grads: Sequence[Tensor | None], factor: Tensor) -> None:
-    """Multiplies gradients of one device in place, as torch.nn.utils.clip_grad_norm_ does."""
-    present = [grad for grad in grads if grad is not None]
-    if not present or (factor.device.type == "cpu" and factor == 1):
-        return
-    if factor.device.type == "cpu":
-        torch._foreach_mul_(present, factor.item())
-    elif len({grad.dtype for grad in present}) == 1 and not needs_reference(present[0].dtype):
-        torch._foreach_mul_(present, factor.to(present[0].device, present[0].dtype))
-    else:  # torch would round the factor to 16 bits first
-        for grad in present:
-            grad.copy_(grad.to(torch.promote_types(grad.dtype, torch.float32)).mul_(factor.to(grad.device)))
+def _batches(base: Optimizer, entries: Iterable[Entry], slot: str) -> list[Batch]:
+    """Entries that one batch can hold, together. The first step of a parameter finds nothing in its slot."""
+    kinds: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in entries:
+        p, group = entry.param, entry.group
+        kind = entry.tuner_index, entry.weight, p.dtype, local(p).device, is_dtensor(p)
+        loss = bool(group.get("maximize")), known_bases.l2_penalty(base, group)
+        kinds.setdefault((*kind, *loss, slot in base.state.get(p, ())), []).append(entry)
+    batches = [Batch(base, part) for part in kinds.values()]
+    for batch in batches:
+        if slot in base.state.get(batch.params[0], ()):
+            batch.refs = [base.state[p][slot] for p in batch.params]
+    return batches
+
+
+class Part(NamedTuple):
+    """Some of the weights as an engine has cut them up, with the gradient and what is kept for them."""
+
+    group: Group
+    tuner_index: int
+    x: Tensor
+    grad: Tensor
+    kept: Tensor | None
+
+
+class _BatchOfParts(Batch):
+    def __init__(self, base: Optimizer, parts: Sequence[Part]) -> None:
+        super().__init__(base, [Entry(part.x, part.group, part.tuner_index, 1.0) for part in parts])
+        self._grads: list[Tensor | None] = [part.grad for part in parts]
+        kept = [part.kept for part in parts if part.kept is not None]
+        self.refs = kept if len(kept) == len(parts) else None
+
+    def grads(self) -> list[Tensor | None]:
+        return self._grads
+
+
+def batches_of_parts(base: Optimizer, parts: Iterable[Part]) -> list[Batch]:
+    """Parts that one batch can hold, together."""
+    kinds: dict[tuple[Any, ...], list[Part]] = {}
+    for part in parts:
+        kind = part.x.dtype, part.grad.dtype, part.x.device, part.kept is None
+        kinds.setdefault((id(part.group), *kind), []).append(part)
+    return [_BatchOfParts(base, each) for each in kinds.values()]
+
+
+def add_sizes(batches: Iterable[Batch], out: Sums, new: Mapping[int, bool]) -> None:
+    """What is measured of tuners that begin; `new` tells whether this is the first gradient."""
+    for index, is_first in new.items():
+        for place in (_XX, _DX, _DP) if is_first else (_XX,):
+            out[len(SUMS) * index + place] = 0.0
+    for batch in batches:
+        if batch.tuner_index in new:
+            batch.add_sizes(out, is_first=new[batch.tuner_index])
 
 
 class Plan:
-    """The batches of one optimizer, good as long as its parameters and their state stay the same."""
+    """A way of making the steps of one optimizer, good as long as its parameters and their state stay the same."""
 
-    is_fused: ClassVar[bool] = False
+    decides_on_device: ClassVar[bool] = False
 
-    def __init__(self, base: Optimizer, entries: Sequence[Entry], batches: Sequence[ParamBatch]) -> None:
-        self.base, self.batches = base, list(batches)
-        inside = {id(entry.param) for entry in entries}
+    def __init__(self, base: Optimizer, entries: Sequence[Entry], slot: str) -> None:
+        """`slot` names what of a parameter's state the sums are taken of."""
+        self.base, self.entries, self.slot = base, list(entries), slot
+        self.params = [entry.param for entry in entries]
+        self.batches = _batches(base, entries, slot)
+        self.is_complete = all(batch.refs is not None for batch in self.batches)
+        """Whether every parameter was stepped before. Else the next step makes another plan."""
+        inside = set(map(id, self.params))
         every = [p for group in base.param_groups for p in group["params"]]
         self._outsiders = [p for p in every if id(p) not in inside]
         """Parameters that never had a gradient: the first one they get ends the plan."""
-        self._state, self._states = base.state, list(base.state.values())
         self._groups = list(base.param_groups)
-        self._count = len(every)
+        self._options = self._options_now()
+        self._kinds = [(p.dtype, p.shape, p.stride(), p.device) for p in self.params]
+        self._state, self._states = base.state, list(base.state.values())
+        self._mine: list[Any] = [base.state.get(p, {}) for p in self.params]
+        self._kept = [state.get(slot) for state in self._mine]
+
+    def _options_now(self) -> list[Any]:
+        return [
+            (g.get("maximize"), g.get("weight_decay"), g.get("foreach"), g.get("fused")) for g in self.base.param_groups
+        ]
 
     def is_current(self) -> bool:
-        """Whether this step can follow the plan, if its parameters are the same; reads the addresses it needs."""
+        """Whether this step can follow the plan, if the optimizer's parameters are the same."""
+        base = self.base
         return (
-            self.has_same_dicts()
-            and _are_the_same(self._states, self._state.values())
-            and all(p.grad is None for p in self._outsiders)
-            and all(batch.is_current() and batch.refresh_pointers() for batch in self.batches)
+            self.is_complete
+            and self._state is base.state
+            and _are_the_same(self._groups, base.param_groups)
+            and _are_the_same(self._states, base.state.values())
+            and not any(map(operator.is_not, [p.grad for p in self._outsiders], repeat(None)))
+            and _are_the_same(self._kept, [state.get(self.slot) for state in self._mine])
+            and [(p.dtype, p.shape, p.stride(), p.device) for p in self.params] == self._kinds
+            and self._options_now() == self._options
         )
 
-    def has_same_dicts(self) -> bool:
-        """Whether param groups and the base's state are the dicts they were: a load puts another state there."""
-        return self._state is self.base.state and _are_the_same(self._groups, self.base.param_groups)
-
-    def has_every_gradient(self) -> bool:
-        """Whether all parameters have one in this step, as `is_current` has found it."""
-        return sum(batch.tensors.gradients for batch in self.batches) == self._count
-
-    def sums(self, *, tuners: int, device: torch.device, with_dx: bool) -> Tensor:
+    def sums(self, tuners: int, waiting: Sequence[bool]) -> Sums:
         """The sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up.
 
-        `with_dx`: whether anybody asks for <d, x>, which is a pass of its own without kernels.
+        `waiting` tells of each tuner whether it has not moved yet.
         """
-        out = empty_sums(tuners, device)
+        out = [0.0] * (len(SUMS) * tuners + 1)
         for batch in self.batches:
-            batch.add_sums(out, with_dx=with_dx)
+            batch.add_sums(out, is_waiting=waiting[batch.tuner_index], with_dx=False, with_xx=False)
         return out
 
-    def add_sizes(self, out: Tensor, new: Mapping[int, bool]) -> None:
-        """What is measured of tuners that begin: see `kernels.sizes`."""
-        make_room(out, new)
-        for batch in self.batches:
-            index = batch.tuner_index
-            if index in new:
-                add_sizes(out, index, batch.xs(), batch.grads(), batch.weight, is_first=new[index])
-
-    def start(self, closure: Closure | None) -> list[Any]:
-        """What of `apply` needs no decision, to be done while the sums travel. `apply` takes it out of the list."""
-        return []
-
-    def apply(self, decision: Decision, *, unit: float, closure: Closure | None, started: list[Any]) -> Any:
-        """Steps the base at lr / unit and moves the weights as decided; returns what the base returned."""
+    def apply(self, decision: Decision, *, unit: float, closure: Closure | None) -> Any:
+        """Moves the weights as decided; returns what the base returned."""
         raise NotImplementedError
 
-    def finish(self) -> None:
-        """All launches of the step are made, by somebody else."""
-        raise NotImplementedError
+
+def _are_the_same(these: Any, those: Any) -> bool:
+    return len(these) == len(those) and all(map(operator.is_, these, those))

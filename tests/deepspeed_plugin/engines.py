@@ -293,11 +293,11 @@ def run_without_reduction(rank: int, case: Case) -> dict[str, Any]:
 
 
 def audit(engine: Any, opt: Any, case: Case, steps: range) -> dict[str, list[Any]]:
-    """Trains, and recomputes each step's h and move from the full tensors that DeepSpeed gives back.
+    """Trains, and recomputes each step's h from the full tensors that DeepSpeed gives back.
 
     Made for low precision and for experts, where no single process can do the same training.
     """
-    books: dict[str, list[Any]] = {"h": [], "expected_h": [], "move_error": [], "s": [], "reductions": []}
+    books: dict[str, list[Any]] = {"h": [], "expected_h": [], "error": [], "s": [], "reductions": []}
     for step in steps:
         for micro, _ in enumerate(backward(engine, case, step), start=1):
             if micro == case.accumulation:
@@ -311,16 +311,20 @@ def audit(engine: Any, opt: Any, case: Case, steps: range) -> dict[str, list[Any
         books["s"].append(opt.tuner.s.tolist())
         books["h"].append(opt.metrics()["mechanic/h"])
         books["expected_h"].append(expected_h(engine, case, before, scale, opt.settings.s_decay))
-        books["move_error"].append(move_error(before, after, scale, opt.scale.item()))
+        published = opt.settings.rule != "relative"
+        error = move_error(before, after, scale, opt.scale.item()) if published else ref_error(before, after, scale)
+        books["error"].append(error)
     return books
 
 
 def full_tensors(engine: Any, opt: Any, *, gradients: bool = True) -> dict[str, dict[str, Tensor]]:
-    """x, delta and g of every parameter on this rank, whole."""
+    """x, what is kept for it, the d of the sums and g of every parameter on this rank, whole."""
     from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
     tensors = {}
     moved = opt.metrics()["mechanic/steps"] > 0
+    published = opt.settings.rule != "relative"
+    slot = "mechanic_delta" if published else "mechanic_ref"
     if moved and hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         # DeepSpeed links after the first group's first step, when the other groups have no state yet
         engine.optimizer._hp_optimizer_states_linked = False
@@ -328,12 +332,13 @@ def full_tensors(engine: Any, opt: Any, *, gradients: bool = True) -> dict[str, 
     for name, p in engine.module.named_parameters():
         x = full_weight(p).clone()
         if not moved:
-            delta = torch.zeros_like(x)
+            ref = torch.zeros_like(x)
         elif engine.optimizer is opt:
-            delta = opt.state[p]["mechanic_delta"]
+            ref = opt.state[p][slot]
         else:
-            delta = safe_get_full_optimizer_state(p, "mechanic_delta")
-        tensors[name] = {"x": x, "delta": delta.float().clone()}
+            ref = safe_get_full_optimizer_state(p, slot)
+        ref = ref.float().clone()
+        tensors[name] = {"x": x, "ref": ref, "d": ref if published or opt.scale == 0 else x.float() - ref}
         if gradients:
             grad = p.grad if engine.optimizer is opt else safe_get_full_grad(p)
             tensors[name]["g"] = grad.float().view_as(x).clone()
@@ -344,7 +349,7 @@ def expected_h(
     engine: Any, case: Case, tensors: dict[str, dict[str, Tensor]], scale: float, s_decay: float | None
 ) -> float:
     """From the definition, in float64, with gradients as they are after unscaling and clipping."""
-    own = {"dg": ("delta", "g"), "gg": ("g", "g"), "xx": ("x", "x"), "dx": ("delta", "x")}
+    own = {"dg": ("d", "g"), "gg": ("g", "g"), "xx": ("x", "x"), "dx": ("d", "x")}
     sums = torch.zeros(4, dtype=torch.float64)
     experts = torch.zeros(4, dtype=torch.float64)
     for name, p in engine.module.named_parameters():
@@ -358,17 +363,24 @@ def expected_h(
     norm = sums[1].sqrt() / loss_scale
     factor = 1 / loss_scale / (max(1.0, (norm + 1e-6) / case.clip) if case.clip else 1.0)
     dg, gg, xx, dx = (sums * torch.tensor([factor, factor**2, 1, 1])).tolist()
-    return dg + (s_decay or 0.0) * scale * gg**0.5 * dx / xx**0.5
+    if s_decay is None:  # the default rule, whose d is scaled
+        return dg / (scale or 1.0)
+    return dg + s_decay * scale * gg**0.5 * dx / xx**0.5
 
 
 def move_error(before: Any, after: Any, scale: float, new_scale: float) -> float:
-    """x' - x = S' delta' - S delta, whatever the base did."""
+    """By a published rule x' - x = S' delta' - S delta, whatever the base did."""
     errors = []
     for name, old in before.items():
         new = after[name]
-        expected = new_scale * new["delta"].double() - scale * old["delta"].double()
+        expected = new_scale * new["ref"].double() - scale * old["ref"].double()
         errors.append((new["x"].double() - old["x"].double() - expected).abs().max().item())
     return max(errors)
+
+
+def ref_error(before: Any, after: Any, scale: float) -> float:
+    """By the default rule the references stay, once the weights move."""
+    return 0.0 if scale == 0 else max((after[name]["ref"] - old["ref"]).abs().max().item() for name, old in before.items())
 
 
 def run_audit(rank: int, case: Case) -> dict[str, Any]:

@@ -224,5 +224,5 @@ def peak_of_a_step(rank: int, case: Case, hidden: int) -> dict[str, float]:
         "largest": max(n for _, n in sizes),
         "largest_double": max(doubles, default=0),
         "all": sum(pieces),
-        "deltas": [str(s["mechanic_delta"].dtype) for s in opt.state.values()] == ["torch.float32"] * len(pieces),
+        "deltas": [str(s["mechanic_ref"].dtype) for s in opt.state.values()] == ["torch.float32"] * len(pieces),
     }

@@ -78,7 +78,7 @@ def test_deepspeeds_own_converter_leaves_delta_out_and_that_is_refused(
     case = CASE.but(stage=stage)
     engines(2)(on_rank.run_and_convert, case, str(tmp_path), False)
     for message in engines(2)(on_rank.fail_from_universal, case, str(tmp_path)):
-        assert "no mechanic_delta" in message
+        assert "no mechanic_ref" in message
         assert "python -m mechanic_plugins.ds_to_universal" in message
 
 
@@ -89,5 +89,5 @@ def test_the_converters_command_line(engines: Engines, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mechanic_plugins.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", str(tmp_path / "step"), "--output_folder", str(tmp_path / "universal")]
     subprocess.run([*command, *folders], check=True, env=build_ops.environment(), stdout=subprocess.DEVNULL)
-    found = {path.parent.name for path in (tmp_path / "universal" / "zero").glob("*/mechanic_delta.pt")}
+    found = {path.parent.name for path in (tmp_path / "universal" / "zero").glob("*/mechanic_ref.pt")}
     assert found == {"gain", "first.weight", "first.bias", "second.weight", "second.bias"}

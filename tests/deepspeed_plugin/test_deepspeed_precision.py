@@ -48,7 +48,7 @@ def test_every_step_is_mechanics(engines: Engines, case: Case) -> None:
         size = max(abs(seen["h"][index]) for index in made)
         assert len(made) > 5
         assert max(abs(seen["h"][i] - seen["expected_h"][i]) for i in made) < 1e-6 * size
-        assert max(seen["move_error"]) < 5e-7
+        assert max(seen["error"]) < 5e-7
 
 
 def test_a_skipped_step_leaves_no_trace(engines: Engines) -> None:
@@ -59,7 +59,7 @@ def test_a_skipped_step_leaves_no_trace(engines: Engines) -> None:
         assert skipped
         for index in skipped:
             assert seen["s"][index] == (seen["s"][index - 1] if index else [0.0] * 6)
-            assert seen["move_error"][index] == 0
+            assert seen["error"][index] == 0
 
 
 @pytest.mark.parametrize("base", ["AdamW", "SGD"])
@@ -102,4 +102,4 @@ def test_experts(engines: Engines, stage: int, ep_size: int) -> None:
         assert seen["reductions"] == [1] * case.steps
         size = max(map(abs, seen["h"]))
         assert max(abs(a - b) for a, b in zip(seen["h"], seen["expected_h"], strict=True)) < 1e-6 * size
-        assert max(seen["move_error"]) < 5e-7
+        assert max(seen["error"]) < 5e-7

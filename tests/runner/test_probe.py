@@ -108,7 +108,7 @@ def test_the_trainer_stops_on_all_ranks_with_whole_checkpoints(run: Runner, tmp_
     state = json.loads((tmp_path / "out" / "checkpoint-20" / "trainer_state.json").read_text())
     assert state["global_step"] == 20
     states = torch.load(tmp_path / "out" / "checkpoint-20" / "optimizer.pt", weights_only=True)["state"].values()
-    assert all("mechanic_delta" in entries for entries in states)
+    assert all("mechanic_ref" in entries for entries in states)
     assert all("mechanic/effective_lr" in entry for entry in state["log_history"])
 
 

@@ -1,10 +1,10 @@
-"""float32 twins: what a base steps in the place of 16-bit weights.
+"""float32 masters: what a base steps in the place of 16-bit weights.
 
 What a base adds to a 16-bit weight is lost where it is smaller than the weight's rounding, and Mechanic would learn
-from what is left. So the base is lent float32 copies of weights, gradients and moments for the time of a step. Its
-state is kept in the dtypes that it has without Mechanic: plain checkpoints and `demechanize` see no difference.
+from what is left. So the base is lent float32 weights, gradients and moments for the time of a step. Its state is kept
+in the dtypes that it has without Mechanic: plain checkpoints and `demechanize` see no difference.
 
-A base that could not work with the copies steps the 16-bit weights themselves, with a warning: `_why_not_twins`.
+A base that could not work with them steps the 16-bit weights themselves, with a warning: `why_not`.
 """
 
 from __future__ import annotations
@@ -14,53 +14,44 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
-from mechanic_plugins.core.param_state import PREFIX, IndexRange, needs_reference
-from mechanic_plugins.distributed.sharding import is_dtensor, local
-from mechanic_plugins.kernels.foreach import ForeachBatch
-from mechanic_plugins.passes.plan import Closure, Entry, ParamBatch
+from mechanic_plugins.core.param_state import PREFIX, is_16_bit
+from mechanic_plugins.distributed.sharding import local
+from mechanic_plugins.passes.plan import Closure
 
-__all__ = ["DiscardingPiece", "TwinPiece", "batch_for", "in_the_place_of", "synchronized"]
+__all__ = ["Pairs", "are_usable", "in_the_place_of", "stand_in", "synchronized"]
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-_BYTES = 8
-"""A twin, its gradient and two moments take 16 bytes for each 2 of the weights."""
-
+"""Parameters, and what stands in their place."""
 
 _SEQUENCES = (list, tuple, deque)
 _SCALARS = ("step", "mu_product", "eta", "mu")
 """What torch's optimizers keep as one float32 number for a parameter."""
 
 
-def batch_for(base: Optimizer, entries: Sequence[Entry], *, by_kernels: bool) -> ParamBatch:
-    """The batch that reads the base's update off these weights with all its digits."""
-    param_state = entries[0].param_state
-    if not needs_reference(param_state.x.dtype) or known_bases.is_exact_in_16_bits(base):
-        return ParamBatch(base, entries, by_kernels=by_kernels)
-    if known_bases.is_torchs_own(base):
-        return TwinPiece(base, entries, by_kernels=by_kernels)
-    if reason := _why_not_twins(base, [entry.param for entry in entries]):
-        dtype = str(param_state.x.dtype).removeprefix("torch.")
+def are_usable(base: Optimizer, params: Sequence[Tensor]) -> bool:
+    """Whether the base can step float32 copies of these 16-bit weights. Warns where it cannot."""
+    reason = None if known_bases.is_torchs_own(base) else _why_not(base, params)
+    if reason is not None:
+        dtype = str(params[0].dtype).removeprefix("torch.")
         warnings.warn(
             f"{type(base).__name__} steps the {dtype} weights themselves and not float32 copies, since {reason}. "
             "Updates smaller than the weights' rounding are lost: keep float32 weights and use autocast.",
             stacklevel=2,
         )
-        return ParamBatch(base, entries, by_kernels=by_kernels)
-    kind = TwinPiece if param_state.is_complete() else DiscardingPiece
-    return kind(base, entries, by_kernels=by_kernels)
+    return reason is None
 
 
-def _why_not_twins(base: Optimizer, params: Sequence[Tensor]) -> str | None:
+def _why_not(base: Optimizer, params: Sequence[Tensor]) -> str | None:
     """Why the base would meet tensors of two dtypes, or weights that its graph does not know."""
     options = [*vars(base).values(), *(value for group in base.param_groups for value in group.values())]
-    if any(isinstance(value, torch.dtype) and needs_reference(value) for value in options):
+    if any(isinstance(value, torch.dtype) and is_16_bit(value) for value in options):
         return "it casts to a dtype of its own"
     if any(p.grad is not None and p.grad.requires_grad for p in params):
         return "its gradients carry a graph (create_graph=True)"
@@ -78,68 +69,17 @@ def _is_within_reach(value: Any) -> bool:
     return value is None or isinstance(value, (Tensor, int, float, complex, str, torch.dtype, torch.device, torch.Size))
 
 
-class Lent(NamedTuple):
-    """The twins of a part, and the row in memory that they are, where kernels are to read them."""
-
-    twins: list[Tensor]
-    row: Tensor | None
-
-
-class TwinPiece(ParamBatch):
-    """16-bit weights that only Mechanic writes to: the base steps their twins."""
-
-    @property
-    def sizes(self) -> list[int]:
-        return [_BYTES * size for size in self.tensors.sizes]
-
-    def snapshot(self, part: IndexRange) -> Lent:
-        locals_, row = self.tensors.float_copies(part, self.xs()[part.first : part.last])
-        params = self.params[part.first : part.last]
-        return Lent([_twin(p, copy) for p, copy in zip(params, locals_, strict=True)], row)
-
-    def pairs(self, part: IndexRange, snapshot: Lent) -> Pairs:
-        return list(zip(self.params[part.first : part.last], snapshot.twins, strict=True))
-
-    def restore(self, part: IndexRange, snapshot: Lent) -> None:
-        """The base has not touched the weights."""
-
-    def move(self, part: IndexRange, snapshot: Lent, scales: Tensor) -> None:
-        xs, stepped = self.xs()[part.first : part.last], [local(twin).detach() for twin in snapshot.twins]
-        if isinstance(self.tensors, ForeachBatch):
-            self._complete(self.tensors, part, xs)
-        scales = scales[self.tuner_index].to(self.device, non_blocking=True)
-        self.tensors.move_to(part, xs, stepped, snapshot.row, scales)
-
-
-class DiscardingPiece(ParamBatch):
-    """16-bit weights in their first step under a base that nobody knows.
-
-    Only the base can say in which dtypes it keeps its state, so it makes that for the weights themselves. What it adds
-    to them is discarded: their rounding, not the base, would decide how much of it there is.
-    """
-
-    def move(self, part: IndexRange, snapshot: Any, scales: Tensor) -> None:
-        self.restore(part, snapshot)
-        super().move(part, snapshot, scales)
-
-
-def _twin(p: Tensor, copy: Tensor) -> Tensor:
-    """A parameter with the same attributes, around a float32 copy of the local weights."""
-    twin: Any = copy
-    if is_dtensor(p):
-        sharded: Any = p
-        twin = type(sharded).from_local(
-            copy, sharded.device_mesh, sharded.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
-    for name, value in vars(p).items():  # a DTensor's hold its local tensor: the twin has its own
+def stand_in(p: Tensor, wide: Tensor) -> Tensor:
+    """Has a parameter's attributes and the memory of `wide`, which is like it in float32."""
+    twin = wide.detach()
+    for name, value in vars(p).items():  # a DTensor's hold its local tensor: this has its own
         vars(twin).setdefault(name, value)
-    twin.requires_grad_(p.requires_grad)
-    return twin  # type: ignore[no-any-return]
+    return twin.requires_grad_(p.requires_grad)
 
 
 @contextmanager
 def in_the_place_of(base: Optimizer, pairs: Pairs) -> Iterator[None]:
-    """Lends the base the twins; an error leaves weights and moments as they were."""
+    """Lends the base what stands in; an error leaves weights and moments as they were."""
     twins = {id(p): twin for p, twin in pairs}
     lists = [group["params"] for group in base.param_groups]
     try:
@@ -210,7 +150,7 @@ def _mapped(change: Callable[..., Tensor], value: Any, other: Any = None) -> Any
 def _wide(value: Tensor, _: Any) -> Tensor:
     """Quantized tensors show a dtype that they have not: they are left alone."""
     is_plain = type(local(value)) in (Tensor, torch.nn.Parameter)
-    return value.to(torch.float32) if is_plain and needs_reference(value.dtype) else value
+    return value.to(torch.float32) if is_plain and is_16_bit(value.dtype) else value
 
 
 def _narrow(new: Tensor, old: Any, *, like: Tensor | None) -> Tensor:
@@ -219,7 +159,7 @@ def _narrow(new: Tensor, old: Any, *, like: Tensor | None) -> Tensor:
     A parameter without dimensions has moments without any: the names of torch's scalars tell them apart.
     """
     if isinstance(old, Tensor):
-        if new is old or not needs_reference(old.dtype):
+        if new is old or not is_16_bit(old.dtype):
             return new
         return old.copy_(new) if old.shape == new.shape else new.to(old.dtype)
     if like is None or new.dtype != torch.float32 or (new.dim() == 0 and like.dim() > 0):

@@ -1,0 +1,177 @@
+"""The default rule around any base: its own step, at the learning rate lr * S.
+
+A base that is not known to be linear in lr steps at lr instead, and what it added is multiplied by S. So it is for every
+base before the scale is known: the first update is only measured, and waits in the place of the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.param_state import MASTER, REF, is_16_bit
+from mechanic_plugins.distributed.sharding import local
+from mechanic_plugins.passes import masters
+from mechanic_plugins.passes.base_step import BaseStep, is_discarded, warn_of_own_iterates
+from mechanic_plugins.passes.plan import Closure, Decision, Entry, Plan, exact
+from mechanic_plugins.passes.slots import Slots
+
+__all__ = ["AroundBase", "Released"]
+
+
+class Lent(NamedTuple):
+    """A 16-bit parameter, its master, and what stands in its place during a step."""
+
+    param: Tensor
+    master: Tensor
+    stand_in: Tensor
+
+
+class AroundBase(Plan):
+    """See above."""
+
+    def __init__(
+        self, base: Optimizer, entries: Sequence[Entry], tuner_of: Sequence[int], slots: Slots, *, may_fuse: bool
+    ) -> None:
+        """`tuner_of` has an index for each param group."""
+        super().__init__(base, entries, REF)
+        self.slots, self._tuner_of = slots, tuner_of
+        self._step_base = BaseStep(base, may_fuse=may_fuse)
+        self._is_linear = known_bases.is_linear_in_lr(base)
+        coarse = [p for p in self.params if is_16_bit(p.dtype)]
+        self._uses_masters = bool(coarse) and masters.are_usable(base, coarse)
+        for batch in self.batches if self._uses_masters else ():
+            wides = [base.state.get(p, {}).get(MASTER) for p in batch.params]
+            batch.wides = wides if all(wide is not None for wide in wides) else None
+
+    # ---------------------------------------------------------------- the step
+
+    def apply(self, decision: Decision, *, unit: float, closure: Closure | None) -> Any:
+        if self._is_linear and (isinstance(decision.afters, Tensor) or self._have_scales(decision.afters)):
+            return self._step_at_scale(decision, unit, closure)
+        return self._step_apart(decision, unit, closure)
+
+    def _have_scales(self, afters: Sequence[float]) -> bool:
+        if all(afters):
+            return True
+        return all(afters[e.tuner_index] > 0 for e in self.entries if e.param.grad is not None)
+
+    def _step_at_scale(self, decision: Decision, unit: float, closure: Closure | None) -> Any:
+        starts, lent = self._starts(decision), self._lent()
+        groups = self.base.param_groups
+        lrs = [group["lr"] * (decision.afters[i] / unit) for group, i in zip(groups, self._tuner_of, strict=True)]
+        try:
+            result = self._step_with(lent, lrs, decision, closure)
+        except BaseException:
+            for each in lent:
+                local(each.master).copy_(local(each.param))
+            raise
+        for each in lent:
+            local(each.param).copy_(local(each.master))
+        self._keep(starts, lent)
+        return result
+
+    def _step_apart(self, decision: Decision, unit: float, closure: Closure | None) -> Any:
+        """Reads the update off the weights. An error leaves them as they were."""
+        starts, lent = self._starts(decision), self._lent()
+        moved = [entry for entry in self.entries if entry.param.grad is not None]
+        lost = [self._uses_masters and is_discarded(self.base, entry.param) for entry in moved]
+        masters_of = {id(each.param): each.master for each in lent}
+        stepped = [masters_of.get(id(entry.param), entry.param) for entry in moved]
+        olds = [local(x).detach().clone() for x in stepped]
+        lrs = [group["lr"] / unit for group in self.base.param_groups] if self._is_linear else ()
+        try:
+            result = self._step_with(lent, lrs, decision, closure)
+            if not self.is_complete:
+                warn_of_own_iterates(self.base, [entry.param for entry in moved], olds)
+            updates = [local(x) - old for x, old in zip(stepped, olds, strict=True)]
+            for x, old in zip(stepped, olds, strict=True):
+                local(x).copy_(old)
+            self._keep(starts, lent)
+            for entry, x, update, is_lost in zip(moved, stepped, updates, lost, strict=True):
+                if not is_lost:
+                    self._add(entry.param, x, update, decision.afters[entry.tuner_index])
+        except BaseException:
+            for x, old in zip(stepped, olds, strict=True):
+                local(x).copy_(old)
+            raise
+        return result
+
+    def _step_with(self, lent: Sequence[Lent], lrs: Sequence[Any], decision: Decision, closure: Closure | None) -> Any:
+        if not lent:
+            return self._step_base(lrs, decision.clip, applied=decision.applied, closure=closure)
+        pairs = [(each.param, each.stand_in) for each in lent]
+        with masters.in_the_place_of(self.base, pairs):
+            closure = masters.synchronized(closure, pairs)
+            result = self._step_base(lrs, decision.clip, applied=decision.applied, closure=closure)
+        for each in lent:
+            if local(each.stand_in).data_ptr() != local(each.master).data_ptr():  # the base has put a new tensor there
+                local(each.master).copy_(local(each.stand_in))
+        return result
+
+    def _add(self, p: Tensor, x: Tensor, update: Tensor, after: float) -> None:
+        """`after` times the base's update; at 0 it waits. `x` is the parameter, or its master."""
+        if after == 0:
+            local(self.base.state[p][REF]).add_(update)
+            return
+        local(x).add_(update, alpha=after)
+        if x is not p:
+            local(p).copy_(local(x))
+
+    # ---------------------------------------------------------------- what is kept
+
+    def _starts(self, decision: Decision) -> dict[Tensor, Tensor | None]:
+        """Parameters whose references begin in this step, and the weights that they begin with: None while they wait.
+
+        At a tuner's first move these are all of its parameters: what had waited is dropped.
+        """
+        first = [was == 0 < now for was, now in zip(decision.befores, decision.afters, strict=False)]
+        if self.is_complete and not any(first):
+            return {}
+        starts: dict[Tensor, Tensor | None] = {}
+        for group, index in zip(self.base.param_groups, self._tuner_of, strict=True):
+            for p in group["params"]:
+                has_one, is_first = REF in self.base.state.get(p, {}), bool(first) and first[index]
+                if (has_one and is_first) or (not has_one and p.grad is not None):
+                    starts[p] = local(p).detach().clone() if decision.afters[index] > 0 else None
+        return starts
+
+    def _keep(self, starts: dict[Tensor, Tensor | None], lent: Sequence[Lent]) -> None:
+        """Never before the base has its state: bases take an empty one for a new parameter."""
+        for each in lent:
+            self.base.state[each.param].setdefault(MASTER, each.master)
+        for p, x in starts.items():
+            state = self.base.state[p]
+            self.slots.begin(p, state, has_master=self._uses_masters and is_16_bit(p.dtype))
+            if x is not None:
+                self.slots.put(p, state, REF, x)
+
+    def _lent(self) -> list[Lent]:
+        if not self._uses_masters:
+            return []
+        lent = []
+        for p in (p for p in self.params if is_16_bit(p.dtype) and p.grad is not None and not is_discarded(self.base, p)):
+            master = self.base.state.get(p, {}).get(MASTER)
+            if master is None:
+                master = self.slots.empty(p, MASTER)
+                local(master).copy_(local(p))
+            else:
+                local(master).copy_(exact(local(p), local(master)))
+            lent.append(Lent(p, master, masters.stand_in(p, master)))
+        return lent
+
+
+class Released(AroundBase):
+    """After `freeze(release=True)`: nothing is kept, and the sums are of the gradients alone."""
+
+    def __init__(self, base: Optimizer, entries: Sequence[Entry], tuner_of: Sequence[int], slots: Slots) -> None:
+        super().__init__(base, entries, tuner_of, slots, may_fuse=False)
+        self._uses_masters, self.is_complete = False, True
+
+    def _starts(self, decision: Decision) -> dict[Tensor, Tensor | None]:
+        return {}

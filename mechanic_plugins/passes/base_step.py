@@ -1,0 +1,104 @@
+"""One step of the base, at other learning rates than its param groups' and on clipped gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic_plugins.core import known_bases
+from mechanic_plugins.core.param_state import PREFIX, is_16_bit
+from mechanic_plugins.distributed.sharding import local
+from mechanic_plugins.passes.plan import Closure
+
+__all__ = ["BaseStep", "is_discarded", "warn_of_own_iterates"]
+
+
+class BaseStep:
+    """Of one base; `may_fuse`: torch's fused CPU kernels may be chosen for it, where it leaves that open."""
+
+    def __init__(self, base: Any, *, may_fuse: bool) -> None:
+        self.base, self.may_fuse = base, may_fuse
+
+    def __call__(
+        self,
+        lrs: Sequence[Any],
+        clip: float | Tensor = 1.0,
+        *,
+        applied: bool | Tensor = True,
+        closure: Closure | None = None,
+    ) -> Any:
+        """`applied`, where it is a tensor, tells a fused base on the device whether to leave this step out."""
+        base, groups = self.base, self.base.param_groups
+        fuses = self.may_fuse and known_bases.can_fuse_on_cpu(base)
+        factors = self._factors(clip, applied, fuses)
+        before = [group.get("lr") for group in groups]
+        try:
+            for group, lr in zip(groups, lrs, strict=bool(lrs)):
+                group["lr"] = lr
+                if fuses:
+                    group["fused"] = True
+            vars(base).update(factors)
+            return base.step() if closure is None else base.step(closure)
+        finally:
+            for group, lr in zip(groups, before, strict=True):
+                if lr is not None:
+                    group["lr"] = lr
+                if fuses:
+                    group["fused"] = None
+            for name in factors:
+                vars(base).pop(name, None)
+
+    def _factors(self, clip: float | Tensor, applied: bool | Tensor, fuses: bool) -> dict[str, Tensor]:
+        """What a fused base takes along with its step, in the terms of a grad scaler. Others have their gradients clipped."""
+        if isinstance(clip, Tensor):
+            assert isinstance(applied, Tensor)
+            return {"grad_scale": (1 / clip).float(), "found_inf": (1 - applied).float()}
+        if clip >= 1:
+            return {}
+        if fuses and self._is_in_float32():
+            return {"grad_scale": torch.tensor(1 / clip, dtype=torch.float32)}
+        grads = [local(p.grad) for group in self.base.param_groups for p in group["params"] if p.grad is not None]
+        scale(grads, clip)
+        return {}
+
+    def _is_in_float32(self) -> bool:
+        """The kernels' own factor is."""
+        return all(p.dtype == torch.float32 for group in self.base.param_groups for p in group["params"])
+
+
+def scale(grads: Sequence[Tensor], factor: float) -> None:
+    """Multiplies gradients in place, as torch.nn.utils.clip_grad_norm_ does."""
+    torch._foreach_mul_(list(grads), factor)
+
+
+def is_discarded(base: Optimizer, p: Tensor) -> bool:
+    """The first update of 16-bit weights under an unrecognised base: its state is made for the weights themselves.
+
+    Only the base can say in which dtypes it keeps that. The weights' rounding, not the base, would decide how much of
+    the update there is.
+    """
+    return is_16_bit(p.dtype) and not known_bases.is_torchs_own(base) and not base.state.get(p)
+
+
+def warn_of_own_iterates(base: Optimizer, params: Sequence[Tensor], olds: Sequence[Tensor]) -> None:
+    """In the first step of some of the parameters, whose weights were `olds`; a base's name does not tell all."""
+    if known_bases.is_torchs_own(base):
+        return
+    for p, old in zip(params, olds, strict=True):
+        state = base.state.get(p)
+        if not isinstance(state, dict) or any(str(name).startswith(PREFIX) for name in state):
+            continue
+        known = {name: local(value) for name, value in state.items()}
+        if name := known_bases.own_iterate(known, local(p.grad), old, local(p)):
+            warnings.warn(
+                f"{type(base).__name__} keeps a copy of the weights in its state ({name!r}). If its steps start from "
+                "there (Lookahead, averaged iterates), Mechanic moves the weights from under it, and training goes "
+                "wrong: mechanize the plain optimizer that it is built on, such as AdamW.",
+                stacklevel=2,
+            )
+            return

@@ -1,0 +1,98 @@
+"""What Mechanic keeps for each parameter: made, and laid out in memory as the parameter is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.core.param_state import DELTA, MASTER, REF, delta_dtype, is_16_bit, main_slot, ref_dtype
+from mechanic_plugins.distributed.sharding import local
+
+__all__ = ["Slots"]
+
+State = dict[str, Any]
+
+
+class Slots:
+    """Of an optimizer with the default rule, or with a published one."""
+
+    def __init__(self, *, is_default: bool, wanted: torch.dtype | None) -> None:
+        """`wanted` is the option `delta_dtype`."""
+        self.is_default, self.wanted = is_default, wanted
+
+    @property
+    def main(self) -> str:
+        """What every parameter has that was stepped."""
+        return main_slot(is_default=self.is_default)
+
+    def dtypes(self, p: Tensor) -> dict[str, torch.dtype]:
+        """Of all that a parameter may have."""
+        if self.is_default:
+            own = {REF: ref_dtype(p.dtype, self.wanted)}
+            return {**own, MASTER: torch.float32} if is_16_bit(p.dtype) else own
+        own = {DELTA: delta_dtype(p.dtype)}
+        return {**own, REF: p.dtype} if is_16_bit(p.dtype) else own
+
+    def empty(self, p: Tensor, name: str) -> Tensor:
+        """One of the parameter's own tensor type."""
+        return torch.empty_like(p, dtype=self.dtypes(p)[name], requires_grad=False)
+
+    def begin(self, p: Tensor, state: State, *, has_master: bool) -> None:
+        """Zeros: no update was made yet. With a published rule, 16-bit weights have a reference."""
+        if self.main not in state:
+            state[self.main] = torch.zeros_like(p, dtype=self.dtypes(p)[self.main], requires_grad=False)
+        if not self.is_default and is_16_bit(p.dtype) and REF not in state:
+            self.put(p, state, REF, local(p))
+        if has_master and MASTER not in state:
+            self.put(p, state, MASTER, local(p))
+
+    def put(self, p: Tensor, state: State, name: str, value: Tensor) -> None:
+        """A copy of `value`, which is local. Engines have views of what is there: it is never replaced."""
+        if name not in state:
+            state[name] = self.empty(p, name)
+        local(state[name]).copy_(value.detach())
+
+    def adopt(self, p: Tensor, state: State, played: float) -> None:
+        """From a checkpoint of format 3, which had delta: x_ref = x - played * delta."""
+        if not self.is_default or DELTA not in state:
+            return
+        delta, x = local(state.pop(DELTA)), local(p).detach()
+        if played == 0:
+            self.put(p, state, REF, delta)
+            return
+        come = played * delta.to(torch.promote_types(x.dtype, torch.float32))
+        if not is_16_bit(p.dtype):
+            self.put(p, state, REF, x - come)
+            return
+        exact = local(state[REF]).float() + come
+        self.put(p, state, MASTER, torch.where(exact.to(x.dtype) == x, exact, x.float()))
+
+    def conform(self, p: Tensor, state: State) -> None:
+        """Has the state lie in memory as the parameter does, whose memory format or dtype may have changed.
+
+        Kernels walk both as flat memory. Quantized moments, which are no plain floating tensors, are left alone.
+        """
+        ours = self.dtypes(p)
+        for name in {DELTA, MASTER, REF} & state.keys() - ours.keys():
+            del state[name]
+        for name, kept in state.items():
+            if _is_like(kept, p):
+                state[name] = _laid_out_like(p, kept, ours.get(name, kept.dtype))
+
+
+def _is_like(kept: object, p: Tensor) -> bool:
+    if not isinstance(kept, Tensor) or kept.shape != p.shape or type(local(kept)) not in (Tensor, torch.nn.Parameter):
+        return False
+    return kept.is_floating_point() or kept.is_complex()
+
+
+def _laid_out_like(p: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    if kept.dtype == dtype and local(kept).stride() == local(p).stride():
+        return kept
+    twin = torch.empty_like(p, dtype=dtype, device=kept.device, requires_grad=False)
+    if kept.dtype == dtype and local(kept).stride() == local(twin).stride():
+        return kept  # the parameter has gaps, which the state has not
+    local(twin).copy_(local(kept))
+    return twin
