@@ -51,6 +51,8 @@ class Progress:
     """Frozen for good: nothing of a parameter's shape is kept."""
     lr_refs: dict[int, float] = field(default_factory=dict)
     """Each param group's first learning rate above 0, by index: the reference of its schedule."""
+    begun: set[int] = field(default_factory=set, repr=False)
+    """The tuners that a GPU may let step by itself."""
     seen: tuple[object, ...] = field(default=(), repr=False)
     """The lists that `write` put into the groups. A different object means that state was loaded since."""
 

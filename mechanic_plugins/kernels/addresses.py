@@ -6,7 +6,6 @@ tensor. The table on the device is written only when one of them has moved.
 
 from __future__ import annotations
 
-import operator
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,19 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core.param_state import IndexRange, ParamState
 from mechanic_plugins.kernels.table import POINTERS, Table
 from mechanic_plugins.kernels.triton_support import kind_of, lies_like
 
-__all__ = ["Addresses", "BaseState"]
+__all__ = ["Addresses", "Kept"]
 
-_VERSION = operator.attrgetter("_version")
 _LOW_BYTES_OF_ALIGNED = bytes(range(0, 256, 16))
 
 
-class BaseState(NamedTuple):
-    """What the base keeps for a parameter; None where it has no such thing."""
+class Kept(NamedTuple):
+    """What is kept for a parameter, by Mechanic and by its base; None where there is no such thing."""
 
+    ref: Tensor
+    master: Tensor | None = None
     moment1: Tensor | None = None
     moment2: Tensor | None = None
     step: Tensor | None = None
@@ -38,22 +37,15 @@ class Addresses:
     `are_aligned` says whether kernels may read 16 bytes at once, `gradients` how many there are in this step.
     """
 
-    def __init__(
-        self,
-        param_states: Sequence[ParamState],
-        extras: Sequence[BaseState] | None,
-        places: Sequence[int],
-        table: Table,
-    ) -> None:
-        _, self._xtype, self._gtype, self._are_even = kind_of(param_states[0])
-        self._index = param_states[0].x.get_device()
-        self._strides = [param_state.x.stride() for param_state in param_states]
-        self._numels = [param_state.x.numel() for param_state in param_states]
+    def __init__(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None], kept: Sequence[Kept], table: Table) -> None:
+        _, self._xtype, self._gtype, self._are_even = kind_of(xs[0], grads[0])
+        self._index = xs[0].get_device()
+        self._strides = [x.stride() for x in xs]
+        self._numels = [x.numel() for x in xs]
         self._table = table
-        rows = []
-        for param_state, place, extra in zip(param_states, places, extras or [BaseState()] * len(places), strict=False):
-            pointers = (0 if t is None else t.data_ptr() for t in (param_state.delta, param_state.ref, *extra))
-            rows.append((0, *pointers, place, param_state.x.numel()))
+        rows = [
+            (0, *(0 if t is None else t.data_ptr() for t in each), x.numel()) for x, each in zip(xs, kept, strict=True)
+        ]
         self._rows = torch.tensor(rows)
         self._rows_are_aligned = False
         self._packed = struct.Struct(f"{len(rows)}q").pack
@@ -61,9 +53,6 @@ class Addresses:
         """Those of weights and gradients, as the table has them."""
         self._are_as_before: Callable[..., bool] | None = None
         """Asked of the gradients, when every weight has one."""
-        self._moves = 0
-        self.version = (0, 0)
-        """Changes whenever the weights are written to or replaced."""
         self.are_aligned = False
         self.gradients = 0
 
@@ -84,7 +73,6 @@ class Addresses:
         of_grads = self._packed(*each)
         if xs_moved or of_grads != self._here[1] or not self._table.is_up_to_date():
             self._write(of_xs, of_grads, xs_moved=xs_moved)
-        self.version = self.version_of(xs)
         return True
 
     def _looked_closely(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
@@ -115,28 +103,12 @@ class Addresses:
 
     def _write(self, of_xs: list[int], of_grads: bytes, *, xs_moved: bool) -> None:
         if xs_moved:
-            self._moves += 1
             self._rows = self._rows.clone()
             self._rows[:, 0] = torch.tensor(of_xs)
             self._rows_are_aligned = self._are_even and not (self._rows[:, :POINTERS] & 15).any()
         self._here = of_xs, of_grads
         self.are_aligned = self._rows_are_aligned and _are_aligned(of_grads)
         self._table.point_to(self._rows, of_grads)
-
-    def follow(self, part: IndexRange, xs: Sequence[Tensor]) -> None:
-        """Some weights may be elsewhere in the middle of a step."""
-        of_xs = list(self._here[0])
-        of_xs[part.first : part.last] = _places(xs)
-        if of_xs != self._here[0]:
-            self._write(of_xs, self._here[1], xs_moved=True)
-
-    def version_of(self, xs: Sequence[Tensor]) -> tuple[int, int]:
-        """Each tensor's own only ever grows, so that their sum tells whether any has."""
-        return sum(map(_VERSION, xs)), self._moves
-
-    def version_after_writing(self) -> tuple[int, int]:
-        """Once, into every one of the weights."""
-        return self.version[0] + len(self._numels), self._moves
 
 
 def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:

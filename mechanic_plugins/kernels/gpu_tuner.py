@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 
@@ -12,95 +11,79 @@ from torch import Tensor
 from mechanic_plugins.core import relative
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner import CLIP_EPS, SUMS
-from mechanic_plugins.core.tuner_state import TunerState, column
+from mechanic_plugins.core.tuner_state import TunerState
 from mechanic_plugins.kernels.cuda import is_capturing, on
 
-__all__ = ["constants_of", "decide", "packed_copy"]
+__all__ = ["SCALES", "constants_of", "launch"]
 
-_SCALES = 6
-"""The columns of `Decision.scales`."""
-_RULES = ("paper", "experiments", "optax", "theory", "relative")
+SCALES = 3
+"""What a tuner decides: its scale, whether the step is made, and what the gradients are multiplied by."""
 
 
-def decide(
+def launch(
     state: TunerState,
     sums: Tensor,
-    counters: Tensor,
     *,
     settings: Settings,
     constants: Tensor,
     lrs: Sequence[float | Tensor] | Tensor,
     hold: bool,
     max_grad_norm: float | None = None,
-) -> tuple[TunerState, Tensor, Tensor]:
-    """`mechanic_plugins.core.tuner.decide` in one launch: the state and counters after it, and `Decision.scales`.
+) -> tuple[TunerState, Tensor]:
+    """`mechanic_plugins.core.tuner.decide`, for tuners that have begun: the state after it, and `SCALES` of each.
 
     `constants` are what `constants_of` says, on the device; `lrs` the learning rates of the tuners, or all of them in
-    float64 on the device. While a CUDA graph is captured, the state and the counters are written over: its replays read
-    them where they were.
+    float64 on the device. While a CUDA graph is captured, the state is written over: its replays read it there.
     """
     from mechanic_plugins.kernels.triton_tuner import tuner_kernel
 
-    tuners, width = state.table.shape
-    out = torch.empty(tuners * (width + _SCALES) + 2, dtype=torch.float64, device=sums.device)
-    new, new_counters, scales = torch.split(out, [tuners * width, 2, tuners * _SCALES])
+    tuners = len(state)
+    new = torch.empty_like(state.flat)
+    scales = torch.empty(tuners, SCALES, dtype=torch.float64, device=sums.device)
     with on(sums.device):
         tuner_kernel[(tuners,)](
             sums,
-            state.table,
+            state.flat,
             new,
             constants,
-            counters,
-            new_counters,
             scales,
-            column(lrs, sums.device),
-            *_halves(max_grad_norm),
+            _column(lrs, sums.device),
             tuners,
-            RULE=_RULES.index(settings.rule),
             HOLD=hold,
             CAPPED=settings.max_scale is not None,
-            CLIPS=max_grad_norm is not None and max_grad_norm < torch.finfo(torch.float32).max,
+            CLIPS=max_grad_norm is not None and math.isfinite(max_grad_norm),
             CLIP_EPS=CLIP_EPS,
             PRIOR=relative.PRIOR,
             GAIN=relative.GAIN,
             ADVERSE=relative.ADVERSE,
-            BEGINNING=relative.BEGINNING,
             DOUBT=relative.DOUBT,
             MEMORY=relative.MEMORY,
             OUTLIER=relative.OUTLIER,
             NUMBERS=_power(tuners * len(SUMS) + 1),
-            n=state.n,
-            N=_power(state.n),
             num_warps=1,
         )
-    after = TunerState(new.view(tuners, width), state.n)
-    if is_capturing(sums.device):
-        state.table.copy_(after.table)
-        counters.copy_(new_counters)
-        after, new_counters = state, counters
-    return after, new_counters, scales.view(tuners, _SCALES)
+    if not is_capturing(sums.device):
+        return state.with_flat(new), scales
+    state.flat.copy_(new)
+    return state, scales
 
 
-def packed_copy(state: TunerState, counters: Tensor) -> tuple[Tensor, TunerState, Tensor]:
-    """All that a step changes in one row of memory, where it can be written at once, and views of it."""
-    row = torch.cat([state.table.flatten(), counters])
-    return row, TunerState(row[:-2].view(state.table.shape), state.n), row[-2:]
+def constants_of(settings: Settings, max_grad_norm: float | None) -> tuple[float, float]:
+    """The cap, and the norm that is clipped to."""
+    return settings.max_scale or 0.0, max_grad_norm or 0.0
 
 
-def constants_of(settings: Settings) -> tuple[float, ...]:
-    """The cap, and of a published rule s_decay, eps, s_init and the betas."""
-    cap = settings.max_scale or 0.0
-    if settings.rule == "relative":
-        return cap, 0.0, 0.0, 0.0, 1.0
-    return cap, settings.s_decay, settings.eps, settings.s_init, *settings.betas
-
-
-def _halves(number: float | None) -> tuple[float, float]:
-    """A number as two of float32, which is what a kernel takes: together they have 48 of its 53 bits."""
-    if number is None or not math.isfinite(number):
-        return 0.0, 0.0
-    high = ctypes.c_float(number).value
-    return high, ctypes.c_float(number - high).value
+def _column(numbers: Sequence[float | Tensor] | Tensor, device: torch.device) -> Tensor:
+    """One number for each tuner, without waiting for the device or copying to it."""
+    if isinstance(numbers, Tensor):
+        return numbers
+    cells = (
+        number.to(device, torch.float64).reshape(())
+        if isinstance(number, Tensor)
+        else torch.full((), number, dtype=torch.float64, device=device)
+        for number in numbers
+    )
+    return torch.stack(list(cells))
 
 
 def _power(number: int) -> int:

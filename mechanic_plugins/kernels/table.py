@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core.param_state import IndexRange
 from mechanic_plugins.kernels.cuda import is_capturing
 
 __all__ = ["POINTERS", "Mailbox", "Table", "Tiles"]
@@ -28,19 +27,14 @@ class Tiles:
 
     blocks: Tensor
     firsts: Tensor
-    starts: list[int]
-    """`firsts` on the host, and the number of blocks behind it."""
-
-    def of(self, part: IndexRange) -> tuple[int, int]:
-        """The first block of a part, and the first one behind it."""
-        return self.starts[part.first], self.starts[part.last]
+    count: int
 
 
 class Mailbox:
     """Sends numbers of eight bytes to a tensor on a GPU, from memory that is kept.
 
-    It is not pinned: CUDA then takes the numbers away before it returns, if they are few, and the host need not ask
-    whether the GPU has fetched those of an earlier step. Of more it would wait for the GPU, so many are sent in parts.
+    Pageable on purpose: copies of up to 64 KiB are staged before the call returns, so the buffer can be used again at
+    once. More numbers are sent in parts.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -94,7 +88,7 @@ class Table:
             starts = [0, *accumulate(counts)]
             index = torch.arange(len(counts), dtype=torch.int32)
             blocks, firsts = index.repeat_interleave(torch.tensor(counts)), torch.tensor(starts[:-1])
-            self.tiles[size] = Tiles(self._on_device(blocks), self._on_device(firsts), starts)
+            self.tiles[size] = Tiles(self._on_device(blocks), self._on_device(firsts), starts[-1])
         return self.tiles[size]
 
     def is_up_to_date(self) -> bool:

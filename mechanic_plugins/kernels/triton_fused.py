@@ -1,4 +1,4 @@
-"""The base's update and Mechanic's move in one GPU kernel, for Adam, AdamW, SGD and Lion."""
+"""The update of Adam, AdamW, SGD and Lion as one GPU kernel."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import triton.language as tl
 
 from mechanic_plugins.kernels.triton_passes import (
     _COLUMNS,
-    _DELTA,
+    _MASTER,
     _MOMENT1,
     _MOMENT2,
     _STEP,
     _X,
     _as_pointer,
-    _dithered,
     _place,
     _pointer,
-    _rounded,
-    _store_norms,
+    _weights,
 )
 
 
@@ -29,7 +27,7 @@ def adam_steps_kernel(table, grads, count, scales, constants, corrections, SIZE:
     row = table + index.to(tl.int64) * _COLUMNS
     used = inside & (tl.load(grads + index, inside, 0) != 0)
     pointer = tl.load(row + _STEP, used, 0).to(tl.pointer_type(tl.float32))
-    step = tl.load(pointer, used, 0.0) + tl.load(scales + 2).to(tl.float32)
+    step = tl.load(pointer, used, 0.0) + tl.load(scales + 1).to(tl.float32)
     tl.store(pointer, step, used)
     exponent = tl.maximum(step, 1.0).to(tl.float64)
     first = 1.0 - tl.exp(exponent * tl.load(constants + 0))
@@ -88,56 +86,34 @@ def _lion(row, at, mask, x, g, lr, wd, beta1, beta2, mtype: tl.constexpr, ALIGNE
 
 @triton.jit
 def fused_kernel(
-    table, grads, blocks, firsts, count, scales, norms, corrections, lr, wd, a, b, c,
+    table, grads, blocks, firsts, count, scales, corrections, lr, wd, a, b, c,
     KIND: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
-    xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr, dtype: tl.constexpr,
-    LOW: tl.constexpr, DITHERED: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+    xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr,
+    LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The base's update and Mechanic's move in one pass. `lr` points to it; a, b and c are the base's own constants.
+    """The base's update in place, at lr times the scale. `lr` points to it; a, b and c are the base's own constants.
 
-    Where the step is not made (a gradient somewhere is not finite) nothing is written but the norms.
+    Where the step is not made (a gradient somewhere is not finite) nothing is written.
     """
-    is_made = tl.load(scales + 2).to(tl.int32) != 0
-    before = tl.load(scales + 0).to(tl.float32)
-    step = (tl.load(scales + 1) * tl.load(scales + 3) - tl.load(scales + 0)).to(tl.float32)
-    after = tl.load(scales + 1).to(tl.float32)
-    kept = tl.load(scales + 3).to(tl.float32)
-    clip = tl.load(scales + 4).to(tl.float32)
-    lr = tl.load(lr).to(tl.float32)
-    xx = tl.zeros([SIZE], tl.float32)
-    dx = tl.zeros([SIZE], tl.float32)
-    dd = tl.zeros([SIZE], tl.float32)
+    is_made = tl.load(scales + 1).to(tl.int32) != 0
+    rate = (tl.load(lr) * tl.load(scales + 0)).to(tl.float32)
+    clip = tl.load(scales + 2).to(tl.float32)
     for block in range(tl.program_id(0), count, tl.num_programs(0)):
         row, at, mask = _place(table, blocks, firsts, block, ALIGNED, SIZE)
-        place = _pointer(row, _X, xtype, ALIGNED) + at
-        delta = _pointer(row, _DELTA, dtype, ALIGNED) + at
-        x = tl.load(place, mask, 0.0).to(tl.float32)
-        d = tl.load(delta, mask, 0.0).to(tl.float32)
-        moved = mask & is_made
         index = tl.load(blocks + block)
         grad = tl.load(grads + index)
-        used = moved & (grad != 0)
+        used = mask & is_made & (grad != 0)
+        x = _weights(row, at, used, xtype, tl.float32, LOW, ALIGNED)
         g = tl.load(_as_pointer(grad, gtype, ALIGNED) + at, used, 0.0).to(tl.float32) * clip
         if MAXIMIZE:
             g = -g
         if KIND <= 1:
-            u = _adam(row, at, used, index, x, g, corrections, lr, wd, a, b, c, mtype, KIND == 1, ALIGNED)
+            u = _adam(row, at, used, index, x, g, corrections, rate, wd, a, b, c, mtype, KIND == 1, ALIGNED)
         elif KIND == 2:
-            u = _sgd(row, at, used, x, g, lr, wd, a, mtype, MOMENTUM, NESTEROV, ALIGNED)
+            u = _sgd(row, at, used, x, g, rate, wd, a, mtype, MOMENTUM, NESTEROV, ALIGNED)
         else:
-            u = _lion(row, at, used, x, g, lr, wd, a, b, mtype, ALIGNED)
-        u = tl.where(used, u, 0.0)
+            u = _lion(row, at, used, x, g, rate, wd, a, b, mtype, ALIGNED)
+        x += u
         if LOW:
-            played, d = _rounded(row, at, moved, x, d, u, before, after, kept, scales, xtype, DITHERED, ALIGNED)
-        else:
-            played = x + (step * d + after * u)
-            d = kept * d + u
-            if DITHERED:
-                d = _dithered(d, row, at, scales)
-        tl.store(place, played, moved)
-        tl.store(delta, d, moved)
-        x = tl.where(moved, played.to(tl.float32), x)
-        xx += x * x
-        dx += d * x
-        dd += d * d
-    _store_norms(norms, xx, dx, dd)
+            tl.store(_pointer(row, _MASTER, tl.float32, ALIGNED) + at, x, used)
+        tl.store(_pointer(row, _X, xtype, ALIGNED) + at, x.to(xtype), used)

@@ -26,11 +26,14 @@ from mechanic_plugins.core.tuner_state import initial_state
 from mechanic_plugins.distributed.engines import refuse_unattached
 from mechanic_plugins.distributed.reduction import Reduction
 from mechanic_plugins.distributed.sharding import Counting, align_gradients, is_fake, reduction_for
+from mechanic_plugins.kernels.cuda import is_capturing
 from mechanic_plugins.optimizer.delegate import Group, hooked
 from mechanic_plugins.optimizer.freezing import Freezing, refuse_scale_of_zero
 from mechanic_plugins.optimizer.overlaps import refuse_overlaps
+from mechanic_plugins.optimizer.recording import Recorder
 from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
 from mechanic_plugins.optimizer.tuning import Tuning, has_lr_zero
+from mechanic_plugins.passes.fused import FusedPlan
 from mechanic_plugins.passes.masters import are_usable
 from mechanic_plugins.passes.plan import Closure, Decision, Entry, Part, Plan, Sums, add_sizes, batches_of_parts
 
@@ -44,6 +47,7 @@ class MechanicOptimizer(Freezing):
         super()._start()
         self._counted: tuple[Sequence[Tensor], Counting] | None = None
         self._tuning = Tuning(self.base, self.settings, self._units)
+        self._recorder = Recorder(self._tuning)
         self._decision: Decision | None = None
 
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
@@ -82,6 +86,8 @@ class MechanicOptimizer(Freezing):
         if self._decision is not None:
             return plan.apply(self._decision, unit=self._units.of_scale(progress), closure=closure)
         reduction = self._counting(params).reduction
+        if isinstance(plan, FusedPlan):
+            return self._train_on_device(plan, progress, reduction)
         sums = self._reduced(self._sums(plan, progress), reduction)
         if self._was_false_start(sums, progress):
             self._forget_start(progress)
@@ -97,14 +103,40 @@ class MechanicOptimizer(Freezing):
                 progress.tuner = before
             raise
 
+    def _train_on_device(self, plan: FusedPlan, progress: Progress, reduction: Reduction) -> None:
+        """The same without waiting for it."""
+        recording = self._recorder.find(
+            plan, progress, max_grad_norm=self.max_grad_norm, spans_ranks=reduction.spans_ranks
+        )
+        tuner = progress.tuner
+        sums = plan.device_sums(len(tuner), tuner.device) if recording is None else recording.sums()
+        self._last["sums"] = sums = reduction.start(sums)()
+        self._note_lrs()
+        if recording is not None:
+            recording.play(sums, progress)
+            plan.finish()
+            return
+        decision = self._tuning.by_kernel(sums, progress, self.max_grad_norm)
+        plan.apply(decision, unit=self._units.of_scale(progress), closure=None)
+        if sums.device.type == "cpu" and not decision.applied and progress.tuner.counts[1] > 0:
+            self._warn_of_skips(progress)
+
     def _plan(self, progress: Progress, params: Sequence[Tensor]) -> Plan:
         if progress.released:
             refuse_scale_of_zero(progress)
+        device, is_free = progress.tuner.device, not progress.released
+        has_begun = is_free and self._planner.uses_kernels(device) and self._tuning.can_leave_to_device(progress)
+        if is_free and not has_begun and is_capturing(device):
+            raise RuntimeError(
+                "a CUDA graph of the step can be captured once the scale is known: make three steps with a gradient "
+                "first, without a graph."
+            )
         return self._planner.plan(
             params,
             lambda: self._entries(progress, params),
             lambda: [progress.tuner_of(group) for group in self.param_groups],
             is_released=progress.released,
+            has_begun=has_begun,
         )
 
     def _sums(self, plan: Plan, progress: Progress) -> Sums:

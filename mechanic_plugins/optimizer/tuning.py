@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,6 +15,8 @@ from mechanic_plugins.core.relative import BEGINNING
 from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.schedule import Schedule
 from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner_state import TunerState
+from mechanic_plugins.kernels import gpu_tuner
 from mechanic_plugins.optimizer.units import Units
 from mechanic_plugins.passes.plan import Decision
 
@@ -36,6 +39,7 @@ class Tuning:
     def __init__(self, base: Optimizer, settings: Settings, units: Units) -> None:
         self.base, self.settings, self.units = base, settings, units
         self._ignores_schedule = known_bases.ignores_a_schedule(base)
+        self._constants: dict[tuple[tuple[float, float], torch.device], Tensor] = {}
 
     def beginning(self, progress: Progress) -> dict[int, bool]:
         """The tuners that begin, and whether they have seen no gradient yet: the default rule measures with those."""
@@ -65,6 +69,49 @@ class Tuning:
         steps, skipped = state.counts
         progress.tuner = state.with_rows(rows, (steps + outcome.applied, skipped + outcome.skipped))
         return Decision(outcome.applied, outcome.befores, outcome.afters, outcome.clip)
+
+    def can_leave_to_device(self, progress: Progress) -> bool:
+        """Whether a kernel may decide this step: all tuners with a gradient have begun. Waits for it until they have."""
+        if progress.unit == 0 or self.settings.rule != "relative":
+            return False
+        groups = self.base.param_groups
+        if len(progress.tuner) == 1:
+            needed = {0}
+        else:
+            active = [group for group in groups if any(p.grad is not None for p in group["params"])]
+            needed = {progress.tuner_of(group) for group in active}
+        if not needed <= progress.begun:
+            rows = progress.tuner.rows
+            progress.begun = {i for i, row in enumerate(rows) if row.gradients >= BEGINNING and row.played > 0}
+        return needed <= progress.begun
+
+    def by_kernel(self, sums: Tensor, progress: Progress, max_grad_norm: float | None) -> Decision:
+        """The same on a GPU, without waiting for it."""
+        inputs = self.inputs(progress, ())
+        progress.tuner, scales = self.launch(progress.tuner, sums, inputs, inputs.lrs, max_grad_norm)
+        return Decision.on_device(scales)
+
+    def launch(
+        self,
+        state: TunerState,
+        sums: Tensor,
+        inputs: Inputs,
+        lrs: Sequence[float | Tensor] | Tensor,
+        max_grad_norm: float | None,
+    ) -> tuple[TunerState, Tensor]:
+        """See `gpu_tuner.launch`."""
+        key = gpu_tuner.constants_of(inputs.settings, max_grad_norm), sums.device
+        if key not in self._constants:  # copied to the device once
+            self._constants[key] = torch.tensor(key[0], dtype=torch.float64, device=sums.device)
+        return gpu_tuner.launch(
+            state,
+            sums,
+            settings=inputs.settings,
+            constants=self._constants[key],
+            lrs=lrs,
+            hold=inputs.hold,
+            max_grad_norm=max_grad_norm,
+        )
 
     def inputs(self, progress: Progress, rows: Sequence[Row]) -> Inputs:
         """Fixes the unit, if it is time for it, and looks at the learning rates."""

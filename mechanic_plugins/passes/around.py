@@ -36,18 +36,27 @@ class AroundBase(Plan):
     """See above."""
 
     def __init__(
-        self, base: Optimizer, entries: Sequence[Entry], tuner_of: Sequence[int], slots: Slots, *, may_fuse: bool
+        self,
+        base: Optimizer,
+        entries: Sequence[Entry],
+        tuner_of: Sequence[int],
+        slots: Slots,
+        *,
+        may_fuse: bool = False,
+        by_kernels: bool = False,
     ) -> None:
-        """`tuner_of` has an index for each param group."""
+        """`tuner_of` has an index for each param group. `by_kernels`: Triton may take the sums."""
         super().__init__(base, entries, REF)
         self.slots, self._tuner_of = slots, tuner_of
-        self._step_base = BaseStep(base, may_fuse=may_fuse)
+        self._step_base = BaseStep(base, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches))
         self._is_linear = known_bases.is_linear_in_lr(base)
         coarse = [p for p in self.params if is_16_bit(p.dtype)]
         self._uses_masters = bool(coarse) and masters.are_usable(base, coarse)
         for batch in self.batches if self._uses_masters else ():
             wides = [base.state.get(p, {}).get(MASTER) for p in batch.params]
             batch.wides = wides if all(wide is not None for wide in wides) else None
+        for batch in self.batches if by_kernels else ():
+            batch.use_kernels()
 
     # ---------------------------------------------------------------- the step
 
@@ -170,7 +179,7 @@ class Released(AroundBase):
     """After `freeze(release=True)`: nothing is kept, and the sums are of the gradients alone."""
 
     def __init__(self, base: Optimizer, entries: Sequence[Entry], tuner_of: Sequence[int], slots: Slots) -> None:
-        super().__init__(base, entries, tuner_of, slots, may_fuse=False)
+        super().__init__(base, entries, tuner_of, slots)
         self._uses_masters, self.is_complete = False, True
 
     def _starts(self, decision: Decision) -> dict[Tensor, Tensor | None]:

@@ -13,9 +13,13 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.tuner import SUMS
+from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
+from mechanic_plugins.kernels import triton_support
+from mechanic_plugins.kernels.addresses import Kept
 from mechanic_plugins.kernels.dots import Dots, reals
 from mechanic_plugins.kernels.sizes import count_nonzero, sizes
+from mechanic_plugins.kernels.triton_batch import TritonBatch
 
 __all__ = ["Batch", "Closure", "Decision", "Entry", "Group", "Part", "Plan", "Sums", "add_sizes", "batches_of_parts", "exact"]
 
@@ -44,6 +48,19 @@ class Decision(NamedTuple):
     befores: Sequence[float]
     afters: Sequence[float] | Tensor
     clip: float | Tensor
+    scales: Tensor | None = None
+
+    @classmethod
+    def on_device(cls, scales: Tensor) -> Decision:
+        """What `gpu_tuner.launch` has found."""
+        return cls(scales[0, 1], (), scales[:, 0], scales[0, 2], scales)
+
+    def table(self, device: torch.device) -> Tensor:
+        """As `gpu_tuner.launch` gives it."""
+        if self.scales is not None:
+            return self.scales
+        rows = [[after, float(self.applied), self.clip] for after in self.afters]
+        return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
 class Batch:
@@ -63,6 +80,8 @@ class Batch:
         self.device: torch.device = local(self.params[0]).device
         self.refs: list[Tensor] | None = None
         self.wides: list[Tensor] | None = None
+        self._kernels: TritonBatch | None = None
+        self._places: list[int] = []
         self._dots = Dots([local(p).numel() * (1 + self.is_complex) for p in self.params], self.device)
 
     def grads(self) -> list[Tensor | None]:
@@ -84,6 +103,8 @@ class Batch:
 
         `is_waiting`: the refs are the differences themselves.
         """
+        if not (is_waiting or with_xx) and self._by_kernels(out):
+            return
         xs, grads = self.xs(), self.grads()
         refs = [local(ref) for ref in self.refs] if self.refs and self.is_sharded else self.refs
         present = len(grads) - sum(map(operator.is_, grads, repeat(None)))
@@ -98,6 +119,39 @@ class Batch:
             out[at + place] += number
         out[at + _DP] += self.penalty * dx
         out[-1] += present
+
+    def use_kernels(self) -> None:
+        """Has Triton take the sums, where it can."""
+        xs, grads = [local(p) for p in self.params], self.grads()
+        fits = all(triton_support.fits(x, grad) for x, grad in zip(xs, grads, strict=True))
+        kinds = {triton_support.kind_of(x, grad) for x, grad in zip(xs, grads, strict=True)}
+        if self.refs is not None and fits and len({kind[:3] for kind in kinds}) == 1:
+            wides = self.wides or [None] * len(xs)
+            kept = [Kept(local(ref), local(wide)) for ref, wide in zip(self.refs, wides, strict=True)]
+            self._kernels, self._places = TritonBatch(xs, grads, kept), self._places_now()
+
+    def _places_now(self) -> list[int]:
+        """Tools that give their memory away for a while do so with all of them."""
+        assert self.refs is not None
+        kept = (self.refs[0], self.refs[-1], *(self.wides or ())[:1])
+        return [local(each).data_ptr() for each in kept]
+
+    def _by_kernels(self, out: Sums) -> bool:
+        if self._kernels is not None and self._places != self._places_now():
+            self.use_kernels()
+        xs = [local(p) for p in self.params]
+        if self._kernels is None or not self._kernels.refresh_pointers(xs, self.grads()):
+            return False
+        vector = empty_sums((len(out) - 1) // len(SUMS), self.device)
+        self._kernels.add_sums(
+            vector,
+            tuner_index=self.tuner_index,
+            weight=self.weight,
+            maximize=self.sign < 0,
+            penalty=self.penalty,
+        )
+        out[:] = map(operator.add, out, vector.tolist())
+        return True
 
     def _of(self, dots: Dots, xs: Any, refs: Any, grads: Any, wanted: dict[str, bool]) -> Sums:
         if self.is_complex:

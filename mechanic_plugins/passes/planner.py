@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.kernels import triton_support
 from mechanic_plugins.passes.around import AroundBase, Released
+from mechanic_plugins.passes.fused import FusedPlan, can_fuse
 from mechanic_plugins.passes.plan import Entry, Plan
 from mechanic_plugins.passes.slots import Slots
 from mechanic_plugins.passes.with_delta import WithDelta
@@ -48,22 +49,45 @@ class Planner:
         entries: Callable[[], Sequence[Entry]],
         tuner_of: Callable[[], Sequence[int]],
         *,
-        is_released: bool,
+        is_released: bool = False,
+        has_begun: bool = False,
     ) -> Plan:
-        """What an earlier step has set up for those of the parameters that move, where it still fits; else a new plan."""
-        key = (is_released, *[id(p) for p in params if p.grad is not None or p.requires_grad])
+        """What an earlier step has set up for those of the parameters that move, where it still fits; else a new plan.
+
+        `has_begun`: a kernel may decide.
+        """
+        key = (is_released, has_begun, *[id(p) for p in params if p.grad is not None or p.requires_grad])
         plan = self._plans.get(key)
         if plan is None or not plan.is_current():
-            plan = self._plans[key] = self._new(entries(), tuner_of(), is_released=is_released)
+            plan = self._plans[key] = self._new(entries(), tuner_of(), is_released, has_begun)
             if len(self._plans) > _KEPT:
                 self._plans.popitem(last=False)
         return plan
 
-    def _new(self, entries: Sequence[Entry], tuner_of: Sequence[int], *, is_released: bool) -> Plan:
+    def _new(self, entries: Sequence[Entry], tuner_of: Sequence[int], is_released: bool, has_begun: bool) -> Plan:
         may_fuse = self.backend == "auto"
         if is_released:
             return Released(self.base, entries, tuner_of, self.slots)
         if self.settings.rule != "relative":
             with_decay = bool(self.settings.s_decay)
             return WithDelta(self.base, entries, self.slots, may_fuse=may_fuse, with_decay=with_decay)
-        return AroundBase(self.base, entries, tuner_of, self.slots, may_fuse=may_fuse)
+        if self._can_fuse(entries) and has_begun and self._has_slots(entries):
+            return FusedPlan(self.base, entries)
+        by_kernels = self.backend != "foreach"
+        return AroundBase(self.base, entries, tuner_of, self.slots, may_fuse=may_fuse, by_kernels=by_kernels)
+
+    def _has_slots(self, entries: Sequence[Entry]) -> bool:
+        return self.slots.are_complete(self.base.state, [entry.param for entry in entries])
+
+    def _can_fuse(self, entries: Sequence[Entry]) -> bool:
+        """Whether this step can be made by the fused pass."""
+        if self.backend in ("foreach", "triton") or not entries:
+            return False
+        possible = can_fuse(self.base, entries)
+        if self.backend == "fused" and not possible:
+            raise ValueError(
+                f"backend='fused' cannot step {type(self.base).__name__} as it is set up here: it knows torch's Adam, "
+                "AdamW and SGD (no amsgrad, dampening, foreach=True or step hooks) and Lion, with dense float32, bf16 "
+                "or fp16 weights on a GPU with Triton. Use backend='auto', which falls back by itself."
+            )
+        return possible

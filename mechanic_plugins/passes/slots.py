@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ class Slots:
             self.put(p, state, REF, local(p))
         if has_master and MASTER not in state:
             self.put(p, state, MASTER, local(p))
+
+    def are_complete(self, state: Mapping[Any, State], params: Iterable[Tensor]) -> bool:
+        """Whether all that these parameters may have is there."""
+        return all(self.dtypes(p).keys() <= state.get(p, {}).keys() for p in params)
 
     def put(self, p: Tensor, state: State, name: str, value: Tensor) -> None:
         """A copy of `value`, which is local. Engines have views of what is there: it is never replaced."""

@@ -15,8 +15,8 @@ import torch
 from kernel_cases import BASES, EPS, train
 from torch import nn
 
-from mechanic_plugins import Settings, mechanize
-from mechanic_plugins.core.param_state import DELTA
+from mechanic_plugins import mechanize
+from mechanic_plugins.core.param_state import REF
 from mechanic_plugins.kernels import gpu_tuner, triton_batch, triton_fused, triton_passes, triton_tuner
 from mechanic_plugins.passes import fused
 
@@ -53,7 +53,7 @@ class Breaks(torch.optim.SGD):
             raise RuntimeError("out of memory")
 
 
-def test_an_error_inside_the_base_brings_the_weights_back() -> None:
+def test_an_error_inside_the_base_leaves_tuner_and_references() -> None:
     params = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(8, 4))]
     base = Breaks(params, lr=0.1)
     optimizer = mechanize(base, backend="triton")
@@ -61,11 +61,11 @@ def test_an_error_inside_the_base_brings_the_weights_back() -> None:
         for p in params:
             p.grad = p.detach() - 1
         optimizer.step()
-    before = copy.deepcopy((params, [optimizer.state[p][DELTA] for p in params], optimizer.tuner))
+    before = copy.deepcopy(([optimizer.state[p][REF] for p in params], optimizer.tuner))
     base.failing = True
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step()
-    after = params, [optimizer.state[p][DELTA] for p in params], optimizer.tuner
+    after = [optimizer.state[p][REF] for p in params], optimizer.tuner
     for a, b in zip(before, after, strict=True):
         assert all(map(torch.equal, a, b))
 
@@ -196,28 +196,6 @@ def test_weights_may_change_their_memory_format(backend: Any, base: str, how: st
 
 
 @pytest.mark.parametrize("backend", ["fused", "triton"])
-@pytest.mark.parametrize("kind", ["not finite", "no gradient"])
-@pytest.mark.filterwarnings("ignore:.*not finite")
-def test_a_first_step_that_is_not_made_does_not_fix_the_unit(backend: str, kind: str) -> None:
-    """The tuner's launch decides whether a step is made, when the lr unit had been fixed already."""
-    ends = []
-    for has_one in (False, True):
-        p = nn.Parameter(torch.ones(4))
-        optimizer = mechanize(
-            torch.optim.SGD([p], lr=0.01), settings=Settings(rule="paper", s_init=1e-3), backend=backend
-        )
-        if has_one:
-            p.grad = torch.full((4,), math.nan) if kind == "not finite" else None
-            optimizer.step()
-        optimizer.param_groups[0]["lr"] = 1.0
-        for _ in range(5):
-            p.grad = p.detach().clone()
-            optimizer.step()
-        ends.append((optimizer.scale.item(), p.tolist()))
-    assert ends[0] == ends[1]
-
-
-@pytest.mark.parametrize("backend", ["fused", "triton"])
 def test_nothing_moves_at_an_lr_of_zero_and_frozen_parameters_never(backend: str) -> None:
     params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
     optimizer = mechanize(torch.optim.AdamW(params, lr=0.1), backend=backend)
@@ -264,6 +242,6 @@ def test_every_launch_is_made_on_its_tensors_device(backend: str, monkeypatch: p
             if name.endswith("_kernel"):
                 kernel = Launched(getattr(module, name), lambda: launches.append(current[-1]))
                 monkeypatch.setattr(module, name, kernel)
-    train("adamw", 4, torch.float32, backend=backend)
+    train("adamw", 10, torch.float32, backend=backend)
     assert len(launches) > 10
     assert set(launches) == {torch.device("cpu")}

@@ -10,19 +10,23 @@ import torch
 from kernel_cases import BASES, EPS, train
 from torch import nn
 
-from mechanic_plugins import Settings, mechanize
-from mechanic_plugins.core.param_state import DELTA
-from mechanic_plugins.passes import any_base
+from mechanic_plugins import mechanize
+from mechanic_plugins.core.param_state import MASTER, REF
+from mechanic_plugins.passes.fused import FusedPlan
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Whether some of its steps were."""
+    return any(isinstance(plan, FusedPlan) for plan in optimizer._planner._plans.values())
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_fused_equals_any_base(base: str) -> None:
     """Each step rounds once or twice in float32 and forgets most of it, as the problem is well conditioned."""
     steps = 12 if base == "adamw" else 8
-    options = {"settings": Settings(rule="paper", s_init=1e-3)} if base in ("adam", "lion") else {}
-    plain, a = train(base, steps, torch.float32, backend="foreach", **options)
-    fused, b = train(base, steps, torch.float32, backend="fused", **options)
-    assert b._fused
+    plain, a = train(base, steps, torch.float32, backend="foreach")
+    fused, b = train(base, steps, torch.float32, backend="fused")
+    assert is_fused(b)
     for x, y in zip(plain, fused, strict=True):
         assert ((x - y).abs() <= 300 * EPS[torch.float32] * (1 + x.abs())).all()
     torch.testing.assert_close(a.scale, b.scale, rtol=1e-4, atol=0)
@@ -31,14 +35,13 @@ def test_fused_equals_any_base(base: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["fused", "triton"])
-def test_a_delta_in_bfloat16_by_kernels_is_torchs(backend: str) -> None:
-    """Equal but for the roundings that one float32 rounding of an update turns round."""
+def test_a_reference_in_bfloat16_by_kernels_is_torchs(backend: str) -> None:
     plain, a = train("adamw", 10, torch.float32, backend="foreach", delta_dtype=torch.bfloat16)
     kernel, b = train("adamw", 10, torch.float32, backend=backend, delta_dtype=torch.bfloat16)
-    assert {state[DELTA].dtype for state in b.state.values()} == {torch.bfloat16}
-    torch.testing.assert_close(a.scale, b.scale, rtol=1e-2, atol=0)
+    assert {state[REF].dtype for state in b.state.values()} == {torch.bfloat16}
+    torch.testing.assert_close(a.scale, b.scale, rtol=1e-4, atol=0)
     for x, y in zip(plain, kernel, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["fused", "triton"])
@@ -53,14 +56,10 @@ def test_a_warm_up_by_kernels_is_torchs(backend: str) -> None:
 @pytest.mark.parametrize(
     ("base", "dtype"), [("adamw", torch.float32), ("lion", torch.float64), ("sgd momentum", torch.float16)], ids=str
 )
-@pytest.mark.parametrize("snapshot_bytes", [any_base.SNAPSHOT_BYTES, 40], ids=["whole", "chunks"])
-def test_any_base_by_kernels_equals_torchs(
-    base: str, dtype: torch.dtype, snapshot_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_base_by_kernels_equals_torchs(base: str, dtype: torch.dtype) -> None:
     plain, a = train(base, 8, dtype, backend="foreach")
-    monkeypatch.setattr(any_base, "SNAPSHOT_BYTES", snapshot_bytes)
     kernel, b = train(base, 8, dtype, backend="triton")
-    assert not b._fused
+    assert not is_fused(b)
     for x, y in zip(plain, kernel, strict=True):
         assert ((x - y).abs() <= 300 * EPS[dtype] * (1 + x.abs())).all()
     torch.testing.assert_close(a.scale, b.scale, rtol=1e-12 if dtype == torch.float64 else 1e-4, atol=0)
@@ -69,9 +68,10 @@ def test_any_base_by_kernels_equals_torchs(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_fused_low_precision_weights_are_roundings(dtype: torch.dtype) -> None:
     _, optimizer = train("adamw", 12, dtype, backend="fused")
-    played = (optimizer.scale * optimizer.param_groups[0]["lr"]).float()
-    for state, p in ((optimizer.state[p], p) for p in optimizer._params()):
-        exact = torch.addcmul(state["mechanic_ref"].float(), state["mechanic_delta"], played)
+    assert is_fused(optimizer)
+    for p in optimizer._params():
+        exact = optimizer.state[p][MASTER]
+        assert exact.dtype == torch.float32
         assert ((exact.to(dtype) - p).abs().float() <= EPS[dtype] * 2 * p.abs().float()).all()
 
 
@@ -102,18 +102,17 @@ class Own(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("kind", [Own, torch.optim.NAdam])
-def test_twins_of_16_bit_weights_by_kernels_equal_torchs(kind: Any) -> None:
-    """The base steps float32 copies that lie in one row; the kernel reads where it has taken them."""
+def test_masters_of_16_bit_weights_by_kernels_equal_torchs(kind: Any) -> None:
     ends = []
-    for backend in ("foreach", "triton"):
+    for backend in ("foreach", "triton"):  # in float16: the interpreter cuts bfloat16 off where GPUs round
         torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in [(5, 7), (9,), ()]]
+        params = [nn.Parameter(torch.randn(shape).half()) for shape in [(5, 7), (9,), ()]]
         optimizer = mechanize(kind(params, lr=1e-4), backend=backend)
         for step in range(8):
             for p in params[: 2 + step % 2]:
-                p.grad = torch.randn(p.shape).bfloat16() + 1  # not the weights': their roundings would come back
+                p.grad = torch.randn(p.shape).half() + 1  # not the weights': their roundings would come back
             optimizer.step()
-        ends.append([t for p in params for t in (p.detach(), *map(optimizer.state[p].get, ("exp_avg", DELTA)))])
+        ends.append([t for p in params for t in (p.detach(), *map(optimizer.state[p].get, ("exp_avg", MASTER)))])
     assert optimizer.scale.item() > 0
     for a, b in zip(*ends, strict=True):
         lost = 8 * 2 * EPS[torch.float32] if a.dtype == torch.float32 else 0  # of an update, read off weights up to 2

@@ -1,0 +1,154 @@
+"""A step's launches as CUDA graphs, replayed while nothing but data changes.
+
+The host then starts one graph in a step instead of the kernels one by one, or two where ranks add up their sums in
+between. All that the launches read is on the device: the addresses of the tensors in a table that is kept up to
+date, the learning rates in cells of their own, the tuner in a row of memory. Whatever else they were made with is in a
+key; a step with another key is made launch by launch, as the first ones are.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.checkpoints.state import Progress
+from mechanic_plugins.kernels.cuda import Habit, captured, is_capturing
+from mechanic_plugins.kernels.table import Mailbox
+from mechanic_plugins.optimizer.tuning import Inputs, Tuning
+from mechanic_plugins.passes.fused import FusedPlan
+
+__all__ = ["Recorder", "Recording"]
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Records the steps of one optimizer, plan by plan."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
+        self._habit = Habit()
+        self._can_record = True
+
+    def find(
+        self, plan: FusedPlan, progress: Progress, *, max_grad_norm: float | None, spans_ranks: bool
+    ) -> Recording | None:
+        """The recording that makes this step, ready to be played; None where the launches have to be made."""
+        if not (self._can_record and _is_on_one_gpu(plan, progress)):
+            return None
+        inputs, unit = self._tuning.inputs(progress, ()), self._tuning.units.of_scale(progress)
+        lrs = _numbers([*inputs.lrs, *(batch.group["lr"] for batch in plan.fused)])
+        if lrs is None:
+            return None
+        key = plan.launch_key(), inputs.settings, inputs.hold, unit, len(inputs.lrs), max_grad_norm, spans_ranks
+        recording = plan.recording if isinstance(plan.recording, Recording) else None
+        if recording is None or recording.key != key:
+            if not self._habit.has((id(plan), key)):
+                return None
+            recording = plan.recording = self._record(plan, key, inputs, progress, max_grad_norm, spans_ranks)
+        if recording is not None:
+            tuners = len(inputs.lrs)
+            recording.lrs.write([*lrs[:tuners], *(lr / unit for lr in lrs[tuners:])])
+        return recording
+
+    def _record(self, plan: FusedPlan, key: Any, *made_with: Any) -> Recording | None:
+        try:
+            return Recording(plan, key, self._tuning, *made_with)
+        except RuntimeError as error:
+            _log.info("steps are not recorded as CUDA graphs: %s", error)
+            self._can_record = False
+            return None
+
+
+class LearningRates:
+    """Those of the tuners, and those that the batches are stepped at, on the device.
+
+    Each batch's lies at a multiple of 16 bytes, as a tensor of its own would: the kernels were compiled for that.
+    """
+
+    def __init__(self, tuners: int, batches: int, device: torch.device) -> None:
+        odd = tuners % 2
+        self._packed = struct.Struct(f"{tuners}d{8 * odd}x" + "d8x" * batches).pack
+        cells = torch.zeros(tuners + odd + 2 * batches, dtype=torch.float64, device=device)
+        self.of_tuners, self.of_batches = cells[:tuners], cells[tuners + odd :: 2].unbind()
+        self._mailbox = Mailbox(cells)
+        self._there: Sequence[float] = ()
+
+    def write(self, lrs: Sequence[float]) -> None:
+        """The tuners' first."""
+        if lrs != self._there:
+            self._mailbox.send(self._packed(*lrs))
+            self._there = lrs
+
+
+class Recording:
+    """The launches of a step that follows a plan, as long as the key is the same."""
+
+    def __init__(
+        self,
+        plan: FusedPlan,
+        key: Any,
+        tuning: Tuning,
+        inputs: Inputs,
+        progress: Progress,
+        max_grad_norm: float | None,
+        spans_ranks: bool,
+    ) -> None:
+        self.key = key
+        device, tuners = progress.tuner.device, len(inputs.lrs)
+        self._row = progress.tuner.flat.clone()
+        """The tuner: a graph reads and writes it here."""
+        self.lrs = LearningRates(tuners, len(plan.fused), device)
+
+        def sum_up() -> Tensor:
+            return plan.device_sums(tuners, device)
+
+        def move(sums: Tensor) -> Tensor:
+            state, scales = tuning.launch(
+                progress.tuner.with_flat(self._row), sums, inputs, self.lrs.of_tuners, max_grad_norm
+            )
+            for batch, lr in zip(plan.fused, self.lrs.of_batches, strict=True):
+                batch.apply(scales, lr)
+            if state.flat is not self._row:
+                self._row.copy_(state.flat)
+            return sums
+
+        self._before: torch.cuda.CUDAGraph | None = None
+        """Only where ranks add up their sums: otherwise the other graph begins with them."""
+        if spans_ranks:
+            self._before, self._sums = captured(sum_up, device)
+            self._after, _ = captured(lambda: move(self._sums), device)
+        else:
+            self._after, self._sums = captured(lambda: move(sum_up()), device)
+
+    def sums(self) -> Tensor:
+        """The step's sums on this rank, good until the next step: for `play`, which may still have to make them."""
+        if self._before is not None:
+            self._before.replay()
+        return self._sums
+
+    def play(self, sums: Tensor, progress: Progress) -> None:
+        """Decides and moves. The plan is to be told that this step is finished."""
+        if sums is not self._sums:
+            self._sums.copy_(sums)
+        if progress.tuner.flat is not self._row:
+            self._row.copy_(progress.tuner.flat)
+        self._after.replay()
+        progress.tuner = progress.tuner.with_flat(self._row)
+
+
+def _is_on_one_gpu(plan: FusedPlan, progress: Progress) -> bool:
+    device = progress.tuner.device
+    if device.type != "cuda" or is_capturing(device):
+        return False
+    return all(batch.device == device for batch in plan.fused)
+
+
+def _numbers(lrs: Sequence[float | Tensor]) -> list[float] | None:
+    """None where one is a tensor: the schedule's, who may put another in its place."""
+    return None if any(isinstance(lr, Tensor) for lr in lrs) else [float(lr) for lr in lrs]
