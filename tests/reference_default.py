@@ -3,10 +3,11 @@
 Nothing is kept of the past moves but where the weights are: D = x - x_ref. For the parameters that share a scale:
 
     size  = sqrt(gradients that are not 0) * root of the mean of min(|x|, 1)^2 over the weights that are not 0
-    U     = the largest |D| / sum(S * lr) so far; before the first move |u| / lr of the update that is not made
+    w     = lr / highest lr: what a step counts
+    U^2   = sum(w * |D|^2 / sum((S * lr)^2)) / n; before the first move |u| / lr of the update that is not made
     z     = -<D, g>, with the gradient of the penalty in g, where the base adds one
-    rho   = sum(z) / sqrt(sum(z^2) * (n + 20)), where the sums and n fade by 1 - 1 / (20 + n_total / 4) a step
-    S     = PRIOR * size / (highest lr * U) * exp(4 * rho), of which the root where rho < 0
+    rho   = sum(w * z) / sqrt(sum(w * z^2) * (n + 40)), n = sum(w); these fade by 1 - w / (40 + n_total / 4) a step
+    S     = PRIOR * size / (highest lr * U) * exp(4 * rho), exp(rho) where rho < 0
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 from reference import Around, BaseFactory, Tensors, Vector, inner
 from torch import Tensor
 
-PRIOR = 0.015
-"""What an update should change of a typical weight."""
+PRIOR = 0.025
+"""What the first update should change of a typical weight."""
 
 
 class Rule:
@@ -37,8 +38,9 @@ class Rule:
         self.size = self.typical = 0.0
         self.touched = 0
         self.U = 0.0
-        self.path = 0.0
-        self.r = self.v = self.m = 0.0
+        self.path = 0.0  # the sum of (S * lr)^2
+        self.elapsed = 0.0  # the sum of lr
+        self.r = self.v = self.m = self.u = 0.0
 
     def measure(self, x: Tensors, g: Tensors) -> None:
         """Once, over the parameters that have a gradient."""
@@ -55,17 +57,20 @@ class Rule:
             self.touched = max(self.touched, sum(int((p != 0).sum()) for p in g))
             self.size = math.sqrt(self.touched) * self.typical
 
-    def gather(self, z: float) -> None:
-        kept = 1 - 1 / (20 + 0.25 * self.gradients)
-        self.r = kept * self.r + z
-        self.v = kept * self.v + z**2
-        self.m = kept * self.m + 1
+    def gather(self, z: float, square: float, w: float) -> None:
+        kept = 1 - w / (40 + 0.25 * self.elapsed / self.highest_lr)
+        self.r = kept * self.r + w * z
+        self.v = kept * self.v + w * z**2
+        self.m = kept * self.m + w
+        self.u = kept * self.u + w * square
+        if self.m > 0:
+            self.U = math.sqrt(self.u / self.m)
 
     def choose(self) -> None:
         if self.U == 0 or self.highest_lr == 0:
             return
-        rho = self.r / math.sqrt(self.v * (self.m + 20)) if self.v > 0 else 0.0
-        self.S = PRIOR * self.size / (self.highest_lr * self.U) * math.exp(4 * rho if rho > 0 else 2 * rho)
+        rho = self.r / math.sqrt(self.v * (self.m + 40)) if self.v > 0 else 0.0
+        self.S = PRIOR * self.size / (self.highest_lr * self.U) * math.exp(4 * rho if rho > 0 else rho)
 
 
 class Default(Around):
@@ -103,7 +108,7 @@ class Default(Around):
             part.highest_lr = max(part.highest_lr, lr)
             was = part.S
             if not held:
-                self.tune(part, grads, g, norm)
+                self.tune(part, grads, g, norm, lr)
             self.move(part, was, u, lr)
 
     def begin(self) -> None:
@@ -120,7 +125,7 @@ class Default(Around):
     def is_held(self) -> bool:
         return all(float(group["lr"]) == 0 for group in self.base.param_groups)
 
-    def tune(self, part: Rule, grads: Sequence[Tensor | None], g: Tensors, norm: float) -> None:
+    def tune(self, part: Rule, grads: Sequence[Tensor | None], g: Tensors, norm: float, lr: float) -> None:
         mine = [i for i in part.indices if self.had_grad[i]]
         D = [self.x[i] - self.x_ref[i] if part.S > 0 else self.waiting[i] for i in mine]
         pull = [g[i] + self.penalty_of(i) * self.x[i] for i in mine]
@@ -133,10 +138,10 @@ class Default(Around):
             part.h = 0.0
         else:
             part.count([g[i] for i in part.indices if grads[i] is not None])
-            if part.path > 0:
-                part.U = max(part.U, math.sqrt(inner(D, D)) / part.path)
-        if part.S > 0:
-            part.gather(-inner(D, pull))
+            if part.path > 0 and part.S > 0:
+                part.gather(-inner(D, pull), inner(D, D) / part.path, lr / part.highest_lr)
+            elif part.path > 0:
+                part.U = math.sqrt(inner(D, D) / part.path)
         part.gradients += 1
         part.choose()
         part.S = min(part.S, self.max_scale)
@@ -148,9 +153,10 @@ class Default(Around):
             else:
                 self.waiting[i] = self.waiting[i] + u[i]
         if part.S > 0:
-            part.path = (part.path if was > 0 else 0.0) + part.S * lr
+            part.path = (part.path if was > 0 else 0.0) + (part.S * lr) ** 2
+            part.elapsed += lr
         elif lr > 0:
-            part.path = lr
+            part.path = lr**2
 
     def begin_anew(self) -> None:
         """The only gradient so far was a hundred times as long as this one, or as short: it is forgotten."""

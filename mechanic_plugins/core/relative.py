@@ -1,23 +1,22 @@
-"""The default rule: a relative prior, and the evidence of the run.
+"""The default rule: after n steps the weights should have moved by PRIOR * sqrt(n) of their size, or by what pays.
 
-One update should change the weights by `PRIOR` of their size. From there the scale follows the evidence: every step
-shows by z = <x_ref - x, g> whether the loss would be lower had the run moved further (z > 0, favourable) or less far
-(z < 0, adverse). Their mean beside their root mean square,
+A step of length a, repeated n times, moves the weights by a * sqrt(n) where the steps go all ways, which most of them
+do. So the distance from the start tells how long an update of the base is, U, and the scale follows from that. It is
+corrected by the evidence of the run: every gradient shows by z = <x_ref - x, g> whether the loss would be lower had the
+run moved further (z > 0, favourable) or less far (z < 0, adverse). In full:
 
-    rho = sum(z) / sqrt(sum(z^2) * (n + DOUBT)),     -1 < rho < 1,
+    size = the root mean square of the weights that are not 0, times the root of the number that is trained
+    U    = |x - x_ref| / sqrt(sum((S * lr)^2)), its root mean square over the window
+    rho  = sum(z) / sqrt(sum(z^2) * (n + DOUBT)), -1 < rho < 1, over the window
+    S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho), with GAIN * ADVERSE where rho < 0
 
-moves the scale by a factor exp(GAIN * rho), and by the root of that where it is adverse: much of that is noise, which a
-schedule's fall or smaller steps will remove. Sums and n forget over a window that is `MEMORY` of the run so far, so
-that nothing depends on the length of the run; `DOUBT` steps without evidence are counted in, so that a few steps prove
-little. In full, with u the base's update at its highest lr:
+The sums forget: their window is `MEMORY` of the run so far and `DOUBT` steps at least, so that nothing depends on the
+length of the run. A step counts by its learning rate beside the highest: in a warm-up little is proved. Adverse
+evidence moves the scale less, since much of it is noise that a schedule's fall will remove.
 
-    size = the root mean square of the weights that are not 0, measured at the first gradient
-    U    = max over the run of |x - x_ref| / sum(scale * lr), the length of a mean update
-    S    = PRIOR * size * sqrt(touched) / (highest lr * U) * exp(GAIN * rho), exp(ADVERSE * GAIN * rho) for rho < 0
-
-A weight above 1 counts as 1, which makes a few large ones harmless, such as an output bias at the targets' mean;
-`touched` counts the elements with a gradient, which are few in a large embedding; the largest of the first `BEGINNING`
-counts, since layers behind one that starts at 0 have none at first. U grows as a base's momentum does.
+A weight above 1 counts as 1, which makes a few large ones harmless, such as an output bias at the targets' mean. What
+is trained has a gradient in one of the first `BEGINNING` steps: few rows of a large embedding have, and layers behind
+one that starts at 0 have none in the first.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from mechanic_plugins.core.row import Products, Row
 
 __all__ = ["ADVERSE", "BEGINNING", "DOUBT", "GAIN", "MEMORY", "OUTLIER", "PRIOR", "advance", "walk"]
 
-PRIOR = 0.015
-"""What an update should change of the weights."""
+PRIOR = 0.025
+"""What the first step should change of the weights."""
 GAIN = 4.0
-"""How far the evidence moves the scale: by a factor of up to exp(4)."""
-ADVERSE = 0.5
-"""What of it adverse evidence does."""
-DOUBT = 20.0
+"""How far the evidence moves the scale: up by a factor of exp(4) at most."""
+ADVERSE = 0.25
+"""The part of it for adverse evidence."""
+DOUBT = 40.0
 """Steps without evidence that are counted in."""
 MEMORY = 0.25
-"""The window of the evidence, as a share of the run so far."""
+"""The window, as a share of the run so far."""
 BEGINNING = 3
 """Gradients in which the trained elements are counted."""
 OUTLIER = 100.0
@@ -45,7 +44,7 @@ OUTLIER = 100.0
 that have really grown are skipped once or twice only."""
 
 
-def advance(row: Row, sums: Products) -> None:
+def advance(row: Row, sums: Products, lr: float) -> None:
     """One step: the evidence of these sums, and the next scale. `row.lr` is the highest lr so far."""
     come = sums.dg + sums.dp
     row.h = come / (row.played or 1.0)
@@ -57,9 +56,7 @@ def advance(row: Row, sums: Products) -> None:
         if row.gradients < BEGINNING:
             row.touched = max(row.touched, sums.xx)
         if row.path > 0:
-            row.length = max(row.length, math.sqrt(sums.dd) / row.path)
-    if row.played > 0:
-        _gather(row, -come)
+            _gather(row, -come, sums.dd / row.path, lr / row.lr if row.lr > 0 else 0.0)
     row.gradients += 1
     if row.length > 0 and row.lr > 0:
         rho = _rho(row)
@@ -70,7 +67,7 @@ def advance(row: Row, sums: Products) -> None:
 def walk(row: Row, before: float, lr: float) -> None:
     """Adds the step that is about to be made at `row.played` to the path; the first updates are not made yet."""
     if row.path >= 0 and lr > 0:
-        row.path = (row.path if before > 0 else 0.0) + (row.played or 1.0) * lr
+        row.path = (row.path if before > 0 else 0.0) + ((row.played or 1.0) * lr) ** 2
 
 
 def _size(sums: Products) -> float:
@@ -78,11 +75,18 @@ def _size(sums: Products) -> float:
     return math.sqrt(squares / nonzero) if nonzero > 0 else 1.0
 
 
-def _gather(row: Row, z: float) -> None:
-    kept = 1 - 1 / (DOUBT + MEMORY * row.gradients)
-    row.r = [kept * row.r[0] + z]
-    row.v = [kept * row.v[0] + z * z]
-    row.m = [kept * row.m[0] + 1]
+def _gather(row: Row, z: float, square: float, weight: float) -> None:
+    """Before the first move there is only the square of an update's length."""
+    if row.played == 0:
+        row.length = math.sqrt(square)
+        return
+    kept = 1 - weight / (DOUBT + MEMORY * row.elapsed / row.lr)
+    before = kept * row.m[0]
+    row.r = [kept * row.r[0] + weight * z]
+    row.v = [kept * row.v[0] + weight * z * z]
+    row.m = [before + weight]
+    if row.m[0] > 0:
+        row.length = math.sqrt((before * row.length * row.length + weight * square) / row.m[0])
 
 
 def _rho(row: Row) -> float:

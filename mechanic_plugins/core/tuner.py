@@ -99,7 +99,7 @@ def _step(row: Row, sums: Products, lr: float, settings: Settings, hold: bool) -
     before, row.lr = row.played, max(row.lr, lr)
     if not hold:
         if settings.rule == "relative":
-            relative.advance(row, sums)
+            relative.advance(row, sums, lr)
         else:
             published.advance(row, sums, settings)
         total = sum(row.s)
