@@ -52,7 +52,6 @@ class MechanicOptimizer(Freezing):
 
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
     @hooked
-    @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Steps the base at the learned scale. Outliers, gradients that are not finite, or none change nothing.
 
@@ -62,6 +61,14 @@ class MechanicOptimizer(Freezing):
         At a learning rate of 0 in every group the weights and the scale stay where they are. With a published rule, a
         parameter without a gradient still follows the scale, unless its `requires_grad` is False.
         """
+        had_grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as torch.no_grad(), which takes ten calls
+        try:
+            return self._step(closure)
+        finally:
+            torch._C._set_grad_enabled(had_grad)
+
+    def _step(self, closure: Closure | None) -> Any:
         self._leave_dry_run()
         if closure is None and self._is_dry_run():
             return self._make_dry_run()

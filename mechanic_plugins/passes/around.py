@@ -48,7 +48,7 @@ class AroundBase(Plan):
         """`tuner_of` has an index for each param group. `by_kernels`: Triton may take the sums."""
         super().__init__(base, entries, REF)
         self.slots, self._tuner_of = slots, tuner_of
-        self._step_base = BaseStep(base, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches))
+        self._step_base = BaseStep(base, self.params, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches))
         self._is_linear = known_bases.is_linear_in_lr(base)
         coarse = [p for p in self.params if is_16_bit(p.dtype)]
         self._uses_masters = bool(coarse) and masters.are_usable(base, coarse)
