@@ -58,11 +58,13 @@ class Dots:
         places: list[int] = []
         dots: list[Tensor] = []
         for run in self.runs:
-            rows = [None if tensors is None else _row(tensors, run) for tensors in (xs, refs, grads)]
+            rows: list[Any] = [None if tensors is None else _row(tensors, run) for tensors in (xs, refs, grads)]
             size = rows[0].numel()
             for at in range(0, max(size, 1), self._size):
-                parts = rows if size <= self._size else [None if row is None else row[at : at + self._size] for row in rows]
-                _add_products(places, dots, *parts, wide, *asked)
+                x, ref, g = rows
+                if size > self._size:
+                    x, ref, g = (None if row is None else row[at : at + self._size] for row in rows)
+                _add_products(places, dots, x, ref, g, wide, *asked)
         sums = [0.0] * 5
         for place, number in zip(places, torch.stack(dots).tolist() if dots else (), strict=True):
             sums[place] += number
@@ -81,10 +83,10 @@ def runs_of(numels: Sequence[int], limit: int) -> Iterator[slice]:
         yield slice(first, len(numels))
 
 
-def _row(tensors: Sequence[Tensor], run: slice) -> Any:
+def _row(tensors: list[Tensor], run: slice) -> Any:
     if run.stop - run.start == 1:
         return tensors[run.start].detach().reshape(-1)
-    return torch._C._nn.flatten_dense_tensors(tensors[run])  # type: ignore[attr-defined]
+    return torch._C._nn.flatten_dense_tensors(tensors[run])
 
 
 def _add_products(

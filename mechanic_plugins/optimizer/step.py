@@ -236,7 +236,9 @@ class MechanicOptimizer(Freezing):
         """What `decide` takes, of an engine's parts: param group, weights, gradient and what is kept for them."""
         progress = self._progress
         rows = progress.tuner.rows
-        batches = batches_of_parts(self.base, [Part(g, progress.tuner_of(g), *rest) for g, *rest in parts])
+        batches = batches_of_parts(
+            self.base, [Part(g, progress.tuner_of(g), x, grad, kept) for g, x, grad, kept in parts]
+        )
         sums, is_default = [0.0] * (len(SUMS) * len(rows) + 1), self._slots.is_default
         with_decay = not is_default and bool(self.settings.s_decay)
         for batch in batches:

@@ -71,7 +71,7 @@ class Tuning:
         return Decision(outcome.applied, outcome.befores, outcome.afters, outcome.clip)
 
     def can_leave_to_device(self, progress: Progress) -> bool:
-        """Whether a kernel may decide this step: all tuners with a gradient have begun. Waits for it until they have."""
+        """Whether a kernel may decide this step: all tuners with a gradient have begun. Waits for the GPU before."""
         if progress.unit == 0 or self.settings.rule != "relative":
             return False
         groups = self.base.param_groups

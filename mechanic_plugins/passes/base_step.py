@@ -56,7 +56,7 @@ class BaseStep:
                 vars(base).pop(name, None)
 
     def _factors(self, clip: float | Tensor, applied: bool | Tensor, fuses: bool) -> dict[str, Tensor]:
-        """What a fused base takes along with its step, in the terms of a grad scaler. Others have their gradients clipped."""
+        """What a fused base takes along with its step, as from a grad scaler. Others have their gradients clipped."""
         if isinstance(clip, Tensor):
             assert isinstance(applied, Tensor)
             return {"grad_scale": (1 / clip).float(), "found_inf": (1 - applied).float()}
@@ -71,7 +71,7 @@ class BaseStep:
     def _have_rows(self) -> bool:
         """Whether the gradients are contiguous and of the weights' dtype, as all else was when the plan was made."""
         pairs = [(p.grad, p.dtype) for p in self._params if p.grad is not None]
-        return all([grad.dtype == dtype and grad.is_contiguous() for grad, dtype in pairs])
+        return False not in [grad.dtype == dtype and grad.is_contiguous() for grad, dtype in pairs]
 
 
 def scale(grads: Sequence[Tensor], factor: float) -> None:

@@ -1,10 +1,10 @@
-"""What a step walks over: the parameters in batches of one kind, set up once and used while nothing but data changes."""
+"""What a step walks over: parameters in batches of one kind, set up once and used while nothing but data changes."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,7 +21,19 @@ from mechanic_plugins.kernels.dots import Dots, reals
 from mechanic_plugins.kernels.sizes import count_nonzero, sizes
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 
-__all__ = ["Batch", "Closure", "Decision", "Entry", "Group", "Part", "Plan", "Sums", "add_sizes", "batches_of_parts", "exact"]
+__all__ = [
+    "Batch",
+    "Closure",
+    "Decision",
+    "Entry",
+    "Group",
+    "Part",
+    "Plan",
+    "Sums",
+    "add_sizes",
+    "batches_of_parts",
+    "exact",
+]
 
 Closure = Callable[[], Any]
 Group = dict[str, Any]
@@ -108,7 +120,7 @@ class Batch:
             return
         xs, grads = self.xs(), self.grads()
         refs = [local(ref) for ref in self.refs] if self.refs and self.is_sharded else self.refs
-        present = len(grads) - sum(map(operator.is_, grads, repeat(None)))
+        present = len(grads) - sum(map(operator.is_, grads, itertools.repeat(None)))
         wanted = {"is_difference": not is_waiting, "with_dx": with_dx or self.penalty != 0, "with_xx": with_xx}
         if present == len(grads):
             found = self._of(self._dots, xs, refs, grads, wanted)
@@ -129,14 +141,14 @@ class Batch:
         fits = all(triton_support.fits(x, grad) for x, grad in zip(xs, grads, strict=True))
         kinds = {triton_support.kind_of(x, grad) for x, grad in zip(xs, grads, strict=True)}
         if self.refs is not None and fits and len({kind[:3] for kind in kinds}) == 1:
-            wides = self.wides or [None] * len(xs)
-            kept = [Kept(local(ref), local(wide)) for ref, wide in zip(self.refs, wides, strict=True)]
+            pairs = itertools.zip_longest(self.refs, self.wides or ())
+            kept = [Kept(local(ref), local(wide)) for ref, wide in pairs]
             self._kernels, self._places = TritonBatch(xs, grads, kept), self._places_now()
 
     def _places_now(self) -> list[int]:
         """Tools that give their memory away for a while do so with all of them."""
         assert self.refs is not None
-        kept = (self.refs[0], self.refs[-1], *(self.wides or ())[:1])
+        kept = [self.refs[0], self.refs[-1], *(self.wides or [])[:1]]
         return [local(each).data_ptr() for each in kept]
 
     def _by_kernels(self, out: Sums) -> bool:
@@ -290,10 +302,10 @@ class Plan:
             and self._state is base.state
             and _are_the_same(self._groups, base.param_groups)
             and _are_the_same(self._states, base.state.values())
-            and not any(map(operator.is_not, [p.grad for p in self._outsiders], repeat(None)))
+            and not any(map(operator.is_not, [p.grad for p in self._outsiders], itertools.repeat(None)))
             and _are_the_same(self._kept, [state.get(self.slot) for state in self._mine])
             and [(p.dtype, p.shape, p.stride(), p.device) for p in self.params] == self._kinds
-            and all([getter(group) == options for group, getter, options in self._options])
+            and False not in [getter(group) == options for group, getter, options in self._options]
         )
 
     def sums(self, tuners: int, waiting: Sequence[bool]) -> Sums:
