@@ -38,7 +38,8 @@ def assert_compiles(kernel: Any, types: dict[str, str], constants: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [(0, torch.float32), (1, torch.float32), (1, torch.bfloat16), (2, torch.float16), (3, torch.float32)]
+    ("kind", "dtype"),
+    [(0, torch.float32), (1, torch.float32), (1, torch.bfloat16), (2, torch.float16), (3, torch.float32)],
 )
 def test_the_bases_update(kind: int, dtype: torch.dtype) -> None:
     from mechanic_plugins.kernels.triton_fused import fused_kernel

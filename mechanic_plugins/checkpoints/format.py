@@ -2,8 +2,8 @@
 
 torch.distributed.checkpoint rejects a checkpoint that lacks a key of the live param groups, so a new key would make
 every older sharded checkpoint unreadable. What was added since the first format is therefore stored as JSON in
-`mechanic_tuners`: the format, the settings, the unit of the scale, and newer fields of the tuner. A string passes through
-torch.save, FSDP, DeepSpeed and flattened state dicts unchanged; nested dicts do not.
+`mechanic_tuners`: the format, the settings, the unit of the scale, and newer fields of the tuner. A string passes
+through torch.save, FSDP, DeepSpeed and flattened state dicts unchanged; nested dicts do not.
 
 To add a field to the tuner, raise FORMAT and enter the field in SINCE; older files then use its initial value.
 """
@@ -41,7 +41,7 @@ RELEASED = "released"
 """What `mechanic_frozen` says where no reference is kept any more."""
 
 SINCE: dict[str, int] = dict.fromkeys((*VECTORS, "s_init", "played", "h", "lr"), 1) | {"gradients": 2, "longest": 2}
-"""The format that introduced each field of the tuner; 3 if not listed. Format 4 has references in the place of delta."""
+"""The format that introduced each field of the tuner; 3 if not listed. Format 4 has references in place of delta."""
 _NOT_LISTED = 3
 _THEORY_ONLY = ("q", "w0")
 _MAY_BE_NEGATIVE = ("s", "r", "q", "h", "path")

@@ -37,6 +37,7 @@ from mechanic_plugins.distributed.sharding import local
 __all__ = ["Progress", "check", "check_tuner", "is_released", "merge", "read", "split", "strip", "write"]
 
 StateDict = dict[str, Any]
+_S = PREFIX + "s"
 
 
 @dataclass
@@ -62,8 +63,11 @@ class Progress:
 
     def row_of(self, group: dict[str, Any]) -> int | None:
         """The group's index among those that the tuner was read from or written to."""
-        mine = group.get(PREFIX + "s")
-        return next((index for index, other in enumerate(self.seen) if other is mine), None)
+        mine = dict.get(group, _S)
+        for index, other in enumerate(self.seen):
+            if other is mine:
+                return index
+        return None
 
     def tuner_of(self, group: dict[str, Any]) -> int:
         """Which tuner the group belongs to. An engine may have left only some of the groups in place."""

@@ -30,7 +30,7 @@ def mend_universal_load(holder: Any, mechanic: MechanicOptimizer) -> None:
 
 
 def mend_universal_load_of_stage3(zero: Any, mechanic: MechanicOptimizer) -> None:
-    """Loads Mechanic's tensor and each group's settings: at stage 3 DeepSpeed loads three tensors and one group's settings."""
+    """Loads Mechanic's tensor and each group's settings: DeepSpeed loads three tensors and one group's."""
     original = zero.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 
     def load(checkpoint_dir: str) -> None:
@@ -76,6 +76,7 @@ def _check_loaded(mechanic: MechanicOptimizer, shards: Sequence[Tensor], checkpo
         )
     elif any(_slot(mechanic) not in mechanic.state[shard] for shard in shards):
         raise ValueError(
-            f"the universal checkpoint {checkpoint_dir} has Mechanic's tuner but no {_slot(mechanic)}: DeepSpeed's own  "
-            "converter omits it. Convert with `python -m mechanic_plugins.ds_to_universal`, which takes the same arguments."
+            f"the universal checkpoint {checkpoint_dir} has Mechanic's tuner but no {_slot(mechanic)}: DeepSpeed's "
+            "own converter omits it. Convert with `python -m mechanic_plugins.ds_to_universal`, which takes the same "
+            "arguments."
         )

@@ -99,7 +99,7 @@ def is_dtensor(t: object) -> bool:
 def is_fake(params: Sequence[Tensor]) -> bool:
     """Whether the parameters belong to a FakeTensorMode: shapes without data, used to estimate memory."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and any(isinstance(local(p), module.FakeTensor) for p in params[:1])
+    return module is not None and len(params) > 0 and isinstance(local(params[0]), module.FakeTensor)
 
 
 def local(t: Any) -> Any:

@@ -37,7 +37,9 @@ class Addresses:
     `are_aligned` says whether kernels may read 16 bytes at once, `gradients` how many there are in this step.
     """
 
-    def __init__(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None], kept: Sequence[Kept], table: Table) -> None:
+    def __init__(
+        self, xs: Sequence[Tensor], grads: Sequence[Tensor | None], kept: Sequence[Kept], table: Table
+    ) -> None:
         _, self._xtype, self._gtype, self._are_even = kind_of(xs[0], grads[0])
         self._index = xs[0].get_device()
         self._strides = [x.stride() for x in xs]

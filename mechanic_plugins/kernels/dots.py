@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 __all__ = ["Dots", "reals", "runs_of"]
 
 _ROW = {"cpu": 1 << 18}
 _ROW_ELSEWHERE = 1 << 24
 """Elements of a row. Other devices add in trees, and have few launches to give."""
+
+
+_WIDE = {torch.float64: torch.float64}
+"""What sums of a dtype are taken in, if not in float32."""
 
 
 class Dots:
@@ -27,7 +31,8 @@ class Dots:
     """
 
     def __init__(self, numels: Sequence[int], device: torch.device) -> None:
-        self.runs = list(runs_of(numels, _ROW.get(device.type, _ROW_ELSEWHERE)))
+        self._size = _ROW.get(device.type, _ROW_ELSEWHERE)
+        self.runs = list(runs_of(numels, self._size))
 
     def of(
         self,
@@ -43,34 +48,26 @@ class Dots:
 
         Squares of finite float32 numbers overflow from 1.8e19 on: float64 then sums once more.
         """
-        wanted = is_difference, with_dx, with_xx
-        sums = self._sums(xs, refs, grads, torch.float32, *wanted)
-        if not all(map(math.isfinite, sums)):
-            return self._sums(xs, refs, grads, torch.float64, *wanted)
-        return sums
+        asked = is_difference, with_dx, with_xx
+        sums = self._sums(xs, refs, grads, _WIDE.get(xs[0].dtype, torch.float32), asked)
+        if all(map(math.isfinite, sums)):
+            return sums
+        return self._sums(xs, refs, grads, torch.float64, asked)
 
-    def _sums(
-        self,
-        xs: Sequence[Tensor],
-        refs: Sequence[Tensor] | None,
-        grads: Sequence[Tensor] | None,
-        at_least: torch.dtype,
-        *wanted: bool,
-    ) -> list[float]:
-        dots: list[Tensor] = []
+    def _sums(self, xs: Any, refs: Any, grads: Any, wide: torch.dtype, asked: tuple[bool, bool, bool]) -> list[float]:
         places: list[int] = []
+        dots: list[Tensor] = []
         for run in self.runs:
-            x, ref, grad = (None if tensors is None else _row(tensors, run) for tensors in (xs, refs, grads))
-            assert x is not None
-            wide = torch.promote_types(x.dtype, at_least)
-            for part in _parts(x, ref, grad):
-                for place, dot in _products(*part, wide, *wanted):
-                    places.append(place)
-                    dots.append(dot)
+            rows: list[Any] = [None if tensors is None else _row(tensors, run) for tensors in (xs, refs, grads)]
+            size = rows[0].numel()
+            for at in range(0, max(size, 1), self._size):
+                x, ref, g = rows
+                if size > self._size:
+                    x, ref, g = (None if row is None else row[at : at + self._size] for row in rows)
+                _add_products(places, dots, x, ref, g, wide, *asked)
         sums = [0.0] * 5
-        if dots:
-            for place, number in zip(places, torch.stack(dots).tolist(), strict=True):
-                sums[place] += number
+        for place, number in zip(places, torch.stack(dots).tolist() if dots else (), strict=True):
+            sums[place] += number
         return sums
 
 
@@ -86,23 +83,15 @@ def runs_of(numels: Sequence[int], limit: int) -> Iterator[slice]:
         yield slice(first, len(numels))
 
 
-def _row(tensors: Sequence[Tensor], run: slice) -> Tensor:
+def _row(tensors: list[Tensor], run: slice) -> Any:
     if run.stop - run.start == 1:
         return tensors[run.start].detach().reshape(-1)
-    return _flatten_dense_tensors(tensors[run])  # type: ignore[no-any-return, no-untyped-call]
+    return torch._C._nn.flatten_dense_tensors(tensors[run])
 
 
-def _parts(x: Tensor, ref: Tensor | None, grad: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
-    size = _ROW.get(x.device.type, _ROW_ELSEWHERE)
-    if x.numel() <= size:
-        yield x, ref, grad
-        return
-    for at in range(0, x.numel(), size):
-        here = slice(at, at + size)
-        yield x[here], None if ref is None else ref[here], None if grad is None else grad[here]
-
-
-def _products(
+def _add_products(
+    places: list[int],
+    dots: list[Tensor],
     x: Tensor,
     ref: Tensor | None,
     g: Tensor | None,
@@ -110,20 +99,26 @@ def _products(
     is_difference: bool,
     with_dx: bool,
     with_xx: bool,
-) -> Iterator[tuple[int, Tensor]]:
-    x = x if x.dtype == wide else x.to(wide)
+) -> None:
+    if x.dtype != wide:
+        x = x.to(wide)
     if g is not None:
         g = g if g.dtype == wide else g.to(wide)
-        yield 1, torch.dot(g, g)
+        places.append(1)
+        dots.append(torch.dot(g, g))
     if ref is not None:
         d = x - ref if is_difference else ref.to(wide)
         if g is not None:
-            yield 0, torch.dot(d, g)
-        yield 2, torch.dot(d, d)
+            places.append(0)
+            dots.append(torch.dot(d, g))
+        places.append(2)
+        dots.append(torch.dot(d, d))
         if with_dx:
-            yield 3, torch.dot(d, x)
+            places.append(3)
+            dots.append(torch.dot(d, x))
     if with_xx:
-        yield 4, torch.dot(x, x)
+        places.append(4)
+        dots.append(torch.dot(x, x))
 
 
 def reals(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ _S, _R, _M, _V, _Q = (tl.constexpr(place) for place in range(5))
 _PLAYED, _H, _LR, _GRADIENTS, _LONGEST = (tl.constexpr(place) for place in range(7, 12))
 _SIZE, _LENGTH, _PATH, _TRAVELLED, _ELAPSED, _TOUCHED = (tl.constexpr(place) for place in range(12, 18))
 _WIDTH = tl.constexpr(18)
-"""Places in a row: six vectors of one number, then `mechanic_plugins.core.row.SCALARS`, of which s_init is the first."""
+"""Places in a row: six vectors of one number, then `mechanic_plugins.core.row.SCALARS`."""
 
 
 @triton.jit

@@ -29,8 +29,8 @@ class Freezing(Readout):
         """Holds the scale where it is; training goes on with it.
 
         Args:
-            release: Give the memory of the references back: from now on a step is the base's own, at scale * lr. Weights
-                in 16 bits are then rounded as the base alone rounds them. `unfreeze` begins with new references.
+            release: Give the memory of the references back: from now on a step is the base's own, at scale * lr, and
+                weights in 16 bits are rounded as the base alone rounds them. `unfreeze` begins with new references.
 
         Raises:
             ValueError: The base's updates are not proportional to lr, or an engine has views of its state.

@@ -156,11 +156,11 @@ class Wrapper(Delegate):
 
     def _device(self) -> torch.device:
         """The parameters' own, or the CPU where that has no float64 or holds no numbers."""
-        first = next((p for group in self.param_groups for p in group["params"]), None)
-        if first is None:  # an engine took the parameters out for a while
-            return self._live.tuner.device if self._live else torch.device("cpu")
-        device: torch.device = local(first).device
-        return torch.device("cpu") if device.type in ("meta", "mps") else device
+        for group in self.param_groups:
+            if group["params"]:
+                device: torch.device = local(group["params"][0]).device
+                return torch.device("cpu") if device.type in ("meta", "mps") else device
+        return self._live.tuner.device if self._live else torch.device("cpu")  # an engine took the parameters out
 
     def _continue(self, before: tuple[Settings, dict[str, Progress | None]] | None) -> None:
         """A base that is mechanized again goes on where its tuner is, not where that was last written down."""

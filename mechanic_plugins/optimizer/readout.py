@@ -34,8 +34,8 @@ class Readout(Wrapper):
 
     def _note_lrs(self) -> None:
         """A scheduler may change the lr before somebody asks for the effective one."""
-        lrs = (group.get("lr") for group in self.param_groups)
-        self._last_lrs = [lr.detach().clone() if isinstance(lr, Tensor) else lr for lr in lrs]
+        lrs = [dict.get(group, "lr") for group in self.param_groups]
+        self._last_lrs = [lr if type(lr) is float or not isinstance(lr, Tensor) else lr.detach().clone() for lr in lrs]
 
     @property
     def learned(self) -> Tensor:

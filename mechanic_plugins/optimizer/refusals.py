@@ -55,8 +55,8 @@ def refuse_narrow_delta(settings: Settings, delta_dtype: torch.dtype | None) -> 
     """A sum of updates would lose those that are smaller than its rounding."""
     if settings.rule != "relative" and delta_dtype == torch.bfloat16:
         raise ValueError(
-            f"delta_dtype=torch.bfloat16 is for the default rule, got rule={settings.rule!r}: a published rule sums all "
-            "updates up, and bfloat16 would lose the small ones. Leave delta_dtype out."
+            f"delta_dtype=torch.bfloat16 is for the default rule, got rule={settings.rule!r}: a published rule sums "
+            "all updates up, and bfloat16 would lose the small ones. Leave delta_dtype out."
         )
 
 

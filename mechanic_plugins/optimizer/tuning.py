@@ -71,7 +71,7 @@ class Tuning:
         return Decision(outcome.applied, outcome.befores, outcome.afters, outcome.clip)
 
     def can_leave_to_device(self, progress: Progress) -> bool:
-        """Whether a kernel may decide this step: all tuners with a gradient have begun. Waits for it until they have."""
+        """Whether a kernel may decide this step: all tuners with a gradient have begun. Waits for the GPU before."""
         if progress.unit == 0 or self.settings.rule != "relative":
             return False
         groups = self.base.param_groups
@@ -130,7 +130,9 @@ class Tuning:
 
     def _lrs(self, progress: Progress) -> list[float | Tensor]:
         """For each tuner where its groups' schedule stands, as a learning rate; 1 for a base without any."""
-        tuners = len(progress.tuner)
+        tuners, groups, refs = len(progress.tuner), self.base.param_groups, progress.lr_refs
+        if len(groups) == 1 and 0 in refs and type(groups[0].get("lr")) is float and not self._ignores_schedule:
+            return [groups[0]["lr"]]
         if self._ignores_schedule or not any("lr" in group for group in self.base.param_groups):
             return [1.0] * tuners
         schedules = [Schedule(progress.lr_refs) for _ in range(tuners)]
@@ -142,8 +144,8 @@ class Tuning:
 
 def has_lr_zero(base: Optimizer) -> bool:
     """Whether every group has an lr of 0. One that is a tensor on a GPU is not looked at."""
-    lrs = [group["lr"] for group in base.param_groups if group.get("lr") is not None]
-    if any(lr for lr in lrs if not isinstance(lr, Tensor)):
+    lrs = [lr for group in base.param_groups if (lr := dict.get(group, "lr")) is not None]
+    if lrs and type(lrs[0]) is float and lrs[0] > 0:
         return False
     known = all(not isinstance(lr, Tensor) or lr.device.type == "cpu" for lr in lrs)
     return bool(lrs) and known and all(float(lr) == 0 for lr in lrs)

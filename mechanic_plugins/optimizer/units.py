@@ -6,7 +6,6 @@ unit is the base's peak learning rate at the first applied step. A base is stepp
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +28,7 @@ class Units:
     def __init__(self, base: Optimizer, settings: Settings) -> None:
         self.base, self.settings = base, settings
         self._is_linear = known_bases.is_linear_in_lr(base)
+        self._constants: tuple[float, Settings] = (0.0, settings)
 
     def resolve(self, progress: Progress, rows: Sequence[Row]) -> bool:
         """Fixes the unit at the first learning rate above 0; False before that.
@@ -51,10 +51,12 @@ class Units:
 
     def constants(self, progress: Progress) -> Settings:
         """The settings, which are stated for a base lr of 1, in the units of the scale."""
-        return _at_unit(self.settings, progress.unit or 1.0, self.of_scale(progress))
+        unit = progress.unit or 1.0
+        if self._constants[0] != unit:
+            self._constants = unit, _at_unit(self.settings, unit, self.of_scale(progress))
+        return self._constants[1]
 
 
-@functools.lru_cache(maxsize=64)
 def _at_unit(settings: Settings, unit: float, of_scale: float) -> Settings:
     if of_scale != unit:
         settings = settings.at_lr(unit)

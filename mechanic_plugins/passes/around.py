@@ -1,7 +1,7 @@
 """The default rule around any base: its own step, at the learning rate lr * S.
 
-A base that is not known to be linear in lr steps at lr instead, and what it added is multiplied by S. So it is for every
-base before the scale is known: the first update is only measured, and waits in the place of the reference.
+A base that is not known to be linear in lr steps at lr instead, and what it added is multiplied by S. So it is for
+every base before the scale is known: the first update is only measured, and waits in the place of the reference.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -48,7 +47,9 @@ class AroundBase(Plan):
         """`tuner_of` has an index for each param group. `by_kernels`: Triton may take the sums."""
         super().__init__(base, entries, REF)
         self.slots, self._tuner_of = slots, tuner_of
-        self._step_base = BaseStep(base, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches))
+        self._step_base = BaseStep(
+            base, self.params, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches)
+        )
         self._is_linear = known_bases.is_linear_in_lr(base)
         coarse = [p for p in self.params if is_16_bit(p.dtype)]
         self._uses_masters = bool(coarse) and masters.are_usable(base, coarse)
@@ -104,7 +105,7 @@ class AroundBase(Plan):
             self._keep(starts, lent)
             for entry, x, update, is_lost in zip(moved, stepped, updates, lost, strict=True):
                 if not is_lost:
-                    self._add(entry.param, x, update, decision.afters[entry.tuner_index])
+                    self._add(entry.param, x, update, float(decision.afters[entry.tuner_index]))
         except BaseException:
             for x, old in zip(stepped, olds, strict=True):
                 local(x).copy_(old)
@@ -164,7 +165,9 @@ class AroundBase(Plan):
         if not self._uses_masters:
             return []
         lent = []
-        for p in (p for p in self.params if is_16_bit(p.dtype) and p.grad is not None and not is_discarded(self.base, p)):
+        for p in (
+            p for p in self.params if is_16_bit(p.dtype) and p.grad is not None and not is_discarded(self.base, p)
+        ):
             master = self.base.state.get(p, {}).get(MASTER)
             if master is None:
                 master = self.slots.empty(p, MASTER)

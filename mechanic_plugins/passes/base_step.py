@@ -21,8 +21,10 @@ __all__ = ["BaseStep", "is_discarded", "warn_of_own_iterates"]
 class BaseStep:
     """Of one base; `may_fuse`: torch's fused CPU kernels may be chosen for it, where it leaves that open."""
 
-    def __init__(self, base: Any, *, may_fuse: bool) -> None:
-        self.base, self.may_fuse = base, may_fuse
+    def __init__(self, base: Any, params: Sequence[Tensor], *, may_fuse: bool) -> None:
+        self.base, self._params = base, params
+        self._may_fuse = may_fuse and known_bases.can_fuse_on_cpu(base)
+        self._is_in_float32 = all(p.dtype == torch.float32 for group in base.param_groups for p in group["params"])
 
     def __call__(
         self,
@@ -34,7 +36,7 @@ class BaseStep:
     ) -> Any:
         """`applied`, where it is a tensor, tells a fused base on the device whether to leave this step out."""
         base, groups = self.base, self.base.param_groups
-        fuses = self.may_fuse and known_bases.can_fuse_on_cpu(base)
+        fuses = self._may_fuse and self._have_rows()
         factors = self._factors(clip, applied, fuses)
         before = [group.get("lr") for group in groups]
         try:
@@ -54,21 +56,22 @@ class BaseStep:
                 vars(base).pop(name, None)
 
     def _factors(self, clip: float | Tensor, applied: bool | Tensor, fuses: bool) -> dict[str, Tensor]:
-        """What a fused base takes along with its step, in the terms of a grad scaler. Others have their gradients clipped."""
+        """What a fused base takes along with its step, as from a grad scaler. Others have their gradients clipped."""
         if isinstance(clip, Tensor):
             assert isinstance(applied, Tensor)
             return {"grad_scale": (1 / clip).float(), "found_inf": (1 - applied).float()}
         if clip >= 1:
             return {}
-        if fuses and self._is_in_float32():
+        if fuses and self._is_in_float32:  # as the kernels' own factor is
             return {"grad_scale": torch.tensor(1 / clip, dtype=torch.float32)}
         grads = [local(p.grad) for group in self.base.param_groups for p in group["params"] if p.grad is not None]
         scale(grads, clip)
         return {}
 
-    def _is_in_float32(self) -> bool:
-        """The kernels' own factor is."""
-        return all(p.dtype == torch.float32 for group in self.base.param_groups for p in group["params"])
+    def _have_rows(self) -> bool:
+        """Whether the gradients are contiguous and of the weights' dtype, as all else was when the plan was made."""
+        pairs = [(p.grad, p.dtype) for p in self._params if p.grad is not None]
+        return False not in [grad.dtype == dtype and grad.is_contiguous() for grad, dtype in pairs]
 
 
 def scale(grads: Sequence[Tensor], factor: float) -> None:

@@ -86,8 +86,8 @@ class FusedBatch:
 
     def _row(self, state: dict[str, Any]) -> Kept:
         first, second, *_ = *_moments(self.base), "", ""
-        names = REF, MASTER, first, second, "step"
-        return Kept(*(local(state[name]) if name in self.names else None for name in names))
+        others = (MASTER, first, second, "step")
+        return Kept(local(state[REF]), *(local(state[name]) if name in self.names else None for name in others))
 
     def _refuse_foreign_state(self) -> None:
         """A kernel would read past the end of what is too short."""
@@ -125,9 +125,7 @@ class FusedBatch:
     def add_sums(self, out: Tensor) -> None:
         """Adds this batch's share to its tuner's sums, and its gradients to the count at the end."""
         maximize, penalty = bool(self.group.get("maximize")), known_bases.l2_penalty(self.base, self.group)
-        self.tensors.add_sums(
-            out, tuner_index=self.tuner_index, weight=self.weight, maximize=maximize, penalty=penalty
-        )
+        self.tensors.add_sums(out, tuner_index=self.tuner_index, weight=self.weight, maximize=maximize, penalty=penalty)
 
     def launch_key(self) -> tuple[Any, ...]:
         """What the launches of a step are made with, besides the learning rate and what is on the device."""

@@ -1,10 +1,10 @@
-"""What a step walks over: the parameters in batches of one kind, set up once and used while nothing but data changes."""
+"""What a step walks over: parameters in batches of one kind, set up once and used while nothing but data changes."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,12 +21,26 @@ from mechanic_plugins.kernels.dots import Dots, reals
 from mechanic_plugins.kernels.sizes import count_nonzero, sizes
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 
-__all__ = ["Batch", "Closure", "Decision", "Entry", "Group", "Part", "Plan", "Sums", "add_sizes", "batches_of_parts", "exact"]
+__all__ = [
+    "Batch",
+    "Closure",
+    "Decision",
+    "Entry",
+    "Group",
+    "Part",
+    "Plan",
+    "Sums",
+    "add_sizes",
+    "batches_of_parts",
+    "exact",
+]
 
 Closure = Callable[[], Any]
 Group = dict[str, Any]
 Sums = list[float]
 _DG, _GG, _XX, _DX, _DD, _DP = range(len(SUMS))
+_OPTIONS = ("maximize", "weight_decay", "foreach", "fused", "capturable", "momentum")
+"""Of a param group, which a user may change between steps, and a plan depends on."""
 
 
 class Entry(NamedTuple):
@@ -86,11 +100,10 @@ class Batch:
 
     def grads(self) -> list[Tensor | None]:
         """This rank's part of the gradients."""
-        grads = [p.grad for p in self.params]
         if self.is_sharded:
             align_gradients(self.params)
             return [local(p.grad) for p in self.params]
-        return grads
+        return [p.grad for p in self.params]
 
     def xs(self) -> list[Tensor]:
         """This rank's part of the weights. Never kept across steps: FSDP may put another tensor there."""
@@ -103,21 +116,23 @@ class Batch:
 
         `is_waiting`: the refs are the differences themselves.
         """
-        if not (is_waiting or with_xx) and self._by_kernels(out):
+        if self._kernels is not None and not (is_waiting or with_xx) and self._by_kernels(out):
             return
         xs, grads = self.xs(), self.grads()
         refs = [local(ref) for ref in self.refs] if self.refs and self.is_sharded else self.refs
-        present = len(grads) - sum(map(operator.is_, grads, repeat(None)))
+        present = len(grads) - sum(map(operator.is_, grads, itertools.repeat(None)))
         wanted = {"is_difference": not is_waiting, "with_dx": with_dx or self.penalty != 0, "with_xx": with_xx}
         if present == len(grads):
             found = self._of(self._dots, xs, refs, grads, wanted)
         else:
             found = self._of_some(xs, refs, grads, wanted)
-        dg, gg, dd, dx, xx = (self.weight * number for number in found)
-        at = len(SUMS) * self.tuner_index
-        for place, number in ((_DG, self.sign * dg), (_GG, gg), (_XX, xx), (_DX, dx), (_DD, dd)):
-            out[at + place] += number
-        out[at + _DP] += self.penalty * dx
+        (dg, gg, dd, dx, xx), weight, at = found, self.weight, len(SUMS) * self.tuner_index
+        out[at + _DG] += self.sign * weight * dg
+        out[at + _GG] += weight * gg
+        out[at + _XX] += weight * xx
+        out[at + _DX] += weight * dx
+        out[at + _DD] += weight * dd
+        out[at + _DP] += self.penalty * weight * dx
         out[-1] += present
 
     def use_kernels(self) -> None:
@@ -126,14 +141,14 @@ class Batch:
         fits = all(triton_support.fits(x, grad) for x, grad in zip(xs, grads, strict=True))
         kinds = {triton_support.kind_of(x, grad) for x, grad in zip(xs, grads, strict=True)}
         if self.refs is not None and fits and len({kind[:3] for kind in kinds}) == 1:
-            wides = self.wides or [None] * len(xs)
-            kept = [Kept(local(ref), local(wide)) for ref, wide in zip(self.refs, wides, strict=True)]
+            pairs = itertools.zip_longest(self.refs, self.wides or ())
+            kept = [Kept(local(ref), local(wide)) for ref, wide in pairs]
             self._kernels, self._places = TritonBatch(xs, grads, kept), self._places_now()
 
     def _places_now(self) -> list[int]:
         """Tools that give their memory away for a while do so with all of them."""
         assert self.refs is not None
-        kept = (self.refs[0], self.refs[-1], *(self.wides or ())[:1])
+        kept = [self.refs[0], self.refs[-1], *(self.wides or [])[:1]]
         return [local(each).data_ptr() for each in kept]
 
     def _by_kernels(self, out: Sums) -> bool:
@@ -268,16 +283,16 @@ class Plan:
         self._outsiders = [p for p in every if id(p) not in inside]
         """Parameters that never had a gradient: the first one they get ends the plan."""
         self._groups = list(base.param_groups)
-        self._options = self._options_now()
+        self._options = [
+            (group, getter, getter(group))
+            for group in base.param_groups
+            if (names := [name for name in _OPTIONS if name in group])
+            for getter in [operator.itemgetter(*names)]
+        ]
         self._kinds = [(p.dtype, p.shape, p.stride(), p.device) for p in self.params]
         self._state, self._states = base.state, list(base.state.values())
         self._mine: list[Any] = [base.state.get(p, {}) for p in self.params]
         self._kept = [state.get(slot) for state in self._mine]
-
-    def _options_now(self) -> list[Any]:
-        return [
-            (g.get("maximize"), g.get("weight_decay"), g.get("foreach"), g.get("fused")) for g in self.base.param_groups
-        ]
 
     def is_current(self) -> bool:
         """Whether this step can follow the plan, if the optimizer's parameters are the same."""
@@ -287,10 +302,10 @@ class Plan:
             and self._state is base.state
             and _are_the_same(self._groups, base.param_groups)
             and _are_the_same(self._states, base.state.values())
-            and not any(map(operator.is_not, [p.grad for p in self._outsiders], repeat(None)))
+            and not any(map(operator.is_not, [p.grad for p in self._outsiders], itertools.repeat(None)))
             and _are_the_same(self._kept, [state.get(self.slot) for state in self._mine])
             and [(p.dtype, p.shape, p.stride(), p.device) for p in self.params] == self._kinds
-            and self._options_now() == self._options
+            and False not in [getter(group) == options for group, getter, options in self._options]
         )
 
     def sums(self, tuners: int, waiting: Sequence[bool]) -> Sums:

@@ -36,12 +36,15 @@ class Planner:
 
     def __init__(self, base: Optimizer, backend: Backend, settings: Settings, slots: Slots) -> None:
         self.base, self.backend, self.settings, self.slots = base, backend, settings, slots
+        self._uses_kernels: dict[torch.device, bool] = {}
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 
     def uses_kernels(self, device: torch.device) -> bool:
         """Whether what is on this device is left to Triton."""
-        is_default = self.settings.rule == "relative"
-        return is_default and self.backend != "foreach" and triton_support.can_run(device)
+        if device not in self._uses_kernels:
+            is_default = self.settings.rule == "relative"
+            self._uses_kernels[device] = is_default and self.backend != "foreach" and triton_support.can_run(device)
+        return self._uses_kernels[device]
 
     def plan(
         self,

@@ -34,7 +34,9 @@ class WithDelta(Plan):
         """`with_decay`: the rule asks for <d, x> and <x, x>."""
         super().__init__(base, entries, DELTA)
         self.slots, self._with_decay = slots, with_decay
-        self._step_base = BaseStep(base, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches))
+        self._step_base = BaseStep(
+            base, self.params, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches)
+        )
         coarse = [p for p in self.params if is_16_bit(p.dtype)]
         self._uses_twins = bool(coarse) and masters.are_usable(base, coarse)
 
@@ -84,7 +86,7 @@ class WithDelta(Plan):
     def _move(self, entry: Entry, new: Tensor, old: Tensor, decision: Decision, *, is_lost: bool) -> None:
         """From the base's weights to Mechanic's."""
         p, state = entry.param, self.base.state[entry.param]
-        scales = decision.befores[entry.tuner_index], decision.afters[entry.tuner_index]
+        scales = decision.befores[entry.tuner_index], float(decision.afters[entry.tuner_index])
         x, delta = local(p).detach(), local(state[DELTA])
         if is_16_bit(p.dtype):
             _move_rounded(x, delta, local(state[REF]), old, old if is_lost and self._uses_twins else new, *scales)
@@ -94,7 +96,7 @@ class WithDelta(Plan):
 
 
 def _move_by_difference(x: Tensor, delta: Tensor, old: Tensor, before: float, after: float) -> None:
-    """x + before * u + (after - before) * delta, the new one: the whole move is small beside x, which is rounded once."""
+    """x + before * u + (after - before) * delta, the new one: a move that is small beside x, which is rounded once."""
     delta.add_(x.sub_(old))  # x holds u
     if after == 0:
         x.mul_(before).add_(delta, alpha=-before).add_(old)
@@ -103,9 +105,7 @@ def _move_by_difference(x: Tensor, delta: Tensor, old: Tensor, before: float, af
         torch.add(old, x, alpha=after, out=x)
 
 
-def _move_rounded(
-    x: Tensor, delta: Tensor, ref: Tensor, old: Tensor, new: Tensor, before: float, after: float
-) -> None:
+def _move_rounded(x: Tensor, delta: Tensor, ref: Tensor, old: Tensor, new: Tensor, before: float, after: float) -> None:
     """16 bits: x is the rounding of ref + scale * delta. Weights changed from outside take ref with them."""
     was, now = (torch.tensor(scale, dtype=torch.float32, device=x.device) for scale in (before, after))
     expected = torch.addcmul(ref.float(), delta, was)

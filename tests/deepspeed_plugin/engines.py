@@ -380,7 +380,9 @@ def move_error(before: Any, after: Any, scale: float, new_scale: float) -> float
 
 def ref_error(before: Any, after: Any, scale: float) -> float:
     """By the default rule the references stay, once the weights move."""
-    return 0.0 if scale == 0 else max((after[name]["ref"] - old["ref"]).abs().max().item() for name, old in before.items())
+    return (
+        0.0 if scale == 0 else max((after[name]["ref"] - old["ref"]).abs().max().item() for name, old in before.items())
+    )
 
 
 def run_audit(rank: int, case: Case) -> dict[str, Any]:

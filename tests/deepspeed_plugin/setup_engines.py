@@ -221,7 +221,7 @@ def peak_of_a_step(rank: int, case: Case, hidden: int) -> dict[str, float]:
     return {
         "largest_piece": max(pieces),
         "pieces": len(pieces),
-        "largest": max(n for _, n in sizes),
+        "largest": max((n for _, n in sizes), default=0),
         "largest_double": max(doubles, default=0),
         "all": sum(pieces),
         "deltas": [str(s["mechanic_ref"].dtype) for s in opt.state.values()] == ["torch.float32"] * len(pieces),

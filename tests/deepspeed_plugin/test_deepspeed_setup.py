@@ -155,7 +155,7 @@ def test_muon_pipelines_groups_and_clipping_are_refused(engines: Engines) -> Non
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_memory_beside_delta_is_bounded_by_a_sub_group(engines: Engines, stage: int) -> None:
+def test_a_step_takes_no_more_memory_than_a_sub_group_has(engines: Engines, stage: int) -> None:
     zero = {"sub_group_size": 200, "stage3_param_persistence_threshold": 0} if stage == 3 else {}
     seen = engines(2)(on_rank.peak_of_a_step, Case(stage=stage, zero=zero, steps=3), 24)[0]
     assert seen["deltas"]

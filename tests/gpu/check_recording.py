@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from check_core import BASES, DEVICE, make_net, three_params
+from mechanic_plugins.kernels.replays import Replays
 from torch import Tensor, nn
 
 from mechanic_plugins import MechanicOptimizer, mechanize
-from mechanic_plugins.kernels.replays import Replays
 
 STEPS, CHANGE = 60, 30
 Change = Callable[["Run"], None]
