@@ -65,13 +65,13 @@ def walk(seed: int, steps: int, lr: float = 1.0, factor: float = 1.0) -> list[fl
 
 
 def test_the_default_rule_by_hand() -> None:
-    """With lr 0.5: size = sqrt(3 / 2), of 4 and then 9 elements; U = 1 / 0.5. Then z = 3 S_1, rho = 1 / sqrt(21)."""
+    """With lr 0.5: size = sqrt(3 / 2), of 4 and then 9 elements; U = 1 / 0.5. Then z = 3 S_1, rho = 1 / sqrt(41)."""
     rows, s_1 = rows_of(Settings()), PRIOR * math.sqrt(3 / 2 * 9)
     assert step(rows, FIRST, lrs=[0.5]).afters == [0.0]
     outcome = step(rows, STEPS[0], lrs=[0.5])
     assert outcome == Outcome(True, False, 1.0, [0.0], [pytest.approx(s_1, rel=1e-15)])
     third = step(rows, (-3.0 * s_1, 4.0, 9.0, 1.0, s_1**2, 0.0), lrs=[0.5])
-    assert third.afters == pytest.approx([s_1 * math.exp(4 / math.sqrt(21))], rel=1e-14)
+    assert third.afters == pytest.approx([s_1 * math.exp(4 / math.sqrt(41))], rel=1e-14)
     assert rows[0].h == pytest.approx(-3.0, rel=1e-15)
     assert (rows[0].travelled, rows[0].elapsed) == pytest.approx((0.5 * (s_1 + third.afters[0]), 1.0))
 
@@ -207,11 +207,28 @@ def test_the_cap_holds_in_sum_and_keeps_the_shares(rule: Rule, cap: float) -> No
 
 
 def test_the_evidence_moves_the_scale_by_a_bounded_factor() -> None:
-    """However long a run agrees with itself."""
-    once = played([FIRST, STEPS[0]]).played
-    for sign, bound in ((-1.0, math.exp(4)), (1.0, math.exp(-2))):
-        row = played([FIRST, STEPS[0], *[(sign, 1.0, 9.0, 0.0, 1e-6, 0.0)] * 5000])
-        assert row.played / once == pytest.approx(bound, rel=0.1)
+    """However long a run agrees with itself, where its updates stay as long as the first."""
+    for sign, bound in ((-1.0, math.exp(4)), (1.0, math.exp(-1))):
+        rows = [played([FIRST, STEPS[0]])]
+        once, length = rows[0].played, rows[0].length
+        for _ in range(10_000):
+            step(rows, (sign, 1.0, 9.0, 0.0, length**2 * rows[0].path, 0.0))
+        assert rows[0].length == pytest.approx(length, rel=1e-9)
+        assert rows[0].played / once == pytest.approx(bound, rel=0.1)
+
+
+def test_a_walk_that_goes_all_ways_keeps_the_scale() -> None:
+    """n steps make a distance of sqrt(n) steps; straight on they make n, and the scale falls as 1 / sqrt(n)."""
+    scales = {}
+    for way in (0.5, 1.0):
+        rows = [played([FIRST, STEPS[0]])]
+        once, length, travelled = rows[0].played, rows[0].length, 0.0
+        for n in range(400):
+            travelled += rows[0].played ** (1 / way)
+            step(rows, (0.0, 1.0, 9.0, 0.0, (length * travelled**way) ** 2, 0.0))
+        scales[way] = rows[0].played / once
+    assert scales[0.5] == pytest.approx(1, rel=1e-9)
+    assert 1 / 30 < scales[1.0] < 1 / 10
 
 
 @pytest.mark.parametrize("steps", [400, 8_000])

@@ -55,8 +55,10 @@ def advance(row: Row, sums: Products, lr: float) -> None:
     else:
         if row.gradients < BEGINNING:
             row.touched = max(row.touched, sums.xx)
-        if row.path > 0:
-            _gather(row, -come, sums.dd / row.path, lr / row.lr if row.lr > 0 else 0.0)
+        if row.played > 0:
+            _gather(row, -come, sums.dd, lr / row.lr)
+        elif row.path > 0:
+            row.length = math.sqrt(sums.dd / row.path)
     row.gradients += 1
     if row.length > 0 and row.lr > 0:
         rho = _rho(row)
@@ -75,18 +77,14 @@ def _size(sums: Products) -> float:
     return math.sqrt(squares / nonzero) if nonzero > 0 else 1.0
 
 
-def _gather(row: Row, z: float, square: float, weight: float) -> None:
-    """Before the first move there is only the square of an update's length."""
-    if row.played == 0:
-        row.length = math.sqrt(square)
-        return
+def _gather(row: Row, z: float, dd: float, weight: float) -> None:
     kept = 1 - weight / (DOUBT + MEMORY * row.elapsed / row.lr)
     before = kept * row.m[0]
     row.r = [kept * row.r[0] + weight * z]
     row.v = [kept * row.v[0] + weight * z * z]
     row.m = [before + weight]
-    if row.m[0] > 0:
-        row.length = math.sqrt((before * row.length * row.length + weight * square) / row.m[0])
+    if row.path > 0 and row.m[0] > 0:
+        row.length = math.sqrt((before * row.length**2 + weight * dd / row.path) / row.m[0])
 
 
 def _rho(row: Row) -> float:

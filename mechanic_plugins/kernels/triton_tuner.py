@@ -53,7 +53,7 @@ def tuner_kernel(
     tl.store(new + _LONGEST, tl.where(has_gradients, raised, longest))
     lr, before = tl.load(lrs + program), tl.load(old + _PLAYED)
     peak = tl.maximum(tl.load(old + _LR), lr)
-    s, r, m, v, h, length = _advance(sums, old, clip, peak, before, PRIOR, GAIN, ADVERSE, DOUBT, MEMORY)
+    s, r, m, v, h, length = _advance(sums, old, clip, lr, peak, before, PRIOR, GAIN, ADVERSE, DOUBT, MEMORY)
     if CAPPED:
         s = tl.minimum(s, tl.load(constants))
     moves = made & (not HOLD)
@@ -67,7 +67,7 @@ def tuner_kernel(
     _put(new, old, _GRADIENTS, tl.load(old + _GRADIENTS) + tl.where(gg > 0, 1.0, 0.0), moves)
     _put(new, old, _LENGTH, length, moves)
     path = tl.load(old + _PATH)
-    _put(new, old, _PATH, path + played * lr, made & (path >= 0))
+    _put(new, old, _PATH, path + played * lr * (played * lr), made & (path >= 0))
     _put(new, old, _TRAVELLED, tl.load(old + _TRAVELLED) + played * lr, made)
     _put(new, old, _ELAPSED, tl.load(old + _ELAPSED) + lr, made)
     _put(new, old, _LR, peak, made)
@@ -105,22 +105,23 @@ def _has_outlier(squares, old, clip, tuners, OUTLIER: tl.constexpr, NUMBERS: tl.
 
 @triton.jit
 def _advance(
-    sums, old, clip, peak, played, PRIOR: tl.constexpr, GAIN: tl.constexpr, ADVERSE: tl.constexpr,
+    sums, old, clip, lr, peak, played, PRIOR: tl.constexpr, GAIN: tl.constexpr, ADVERSE: tl.constexpr,
     DOUBT: tl.constexpr, MEMORY: tl.constexpr,
 ):  # fmt: skip
     """`relative.advance` behind the first gradients."""
     has_gradient = tl.load(sums + 1) > 0
-    gradients, path, length = tl.load(old + _GRADIENTS), tl.load(old + _PATH), tl.load(old + _LENGTH)
-    moved = tl.sqrt(tl.load(sums + 4)) / tl.where(path > 0, path, 1.0)
-    length = tl.where(has_gradient & (path > 0), tl.maximum(length, moved), length)
+    path, length = tl.load(old + _PATH), tl.load(old + _LENGTH)
     come = clip * tl.load(sums) + tl.load(sums + 5)
     h = come / tl.where(played > 0, played, 1.0)
-    kept = 1.0 - 1.0 / (DOUBT + MEMORY * gradients)
     gathers = has_gradient & (played > 0)
-    r, m, v = tl.load(old + _R), tl.load(old + _M), tl.load(old + _V)
-    r = tl.where(gathers, kept * r - come, r)
-    m = tl.where(gathers, kept * m + 1.0, m)
-    v = tl.where(gathers, kept * v + come * come, v)
+    weight = tl.where(gathers, lr / tl.where(peak > 0, peak, 1.0), 0.0)
+    kept = 1.0 - weight / (DOUBT + MEMORY * tl.load(old + _ELAPSED) / tl.where(peak > 0, peak, 1.0))
+    before = kept * tl.load(old + _M)
+    r = kept * tl.load(old + _R) - weight * come
+    m = before + weight
+    v = kept * tl.load(old + _V) + weight * come * come
+    square = before * length * length + weight * tl.load(sums + 4) / tl.where(path > 0, path, 1.0)
+    length = tl.where(gathers & (path > 0) & (m > 0), tl.sqrt(square / tl.where(m > 0, m, 1.0)), length)
     energy = v * (m + DOUBT)
     rho = tl.where(energy > 0, r / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
     rho = tl.where(rho > 0, rho, ADVERSE * rho)
