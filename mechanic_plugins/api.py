@@ -40,11 +40,11 @@ def mechanize(
         max_scale: Upper bound on the scale.
         max_grad_norm: Clip the gradients in the step, as `torch.nn.utils.clip_grad_norm_` would before it, by the norm
             over all ranks, which the step knows anyway.
-        delta_dtype: `torch.bfloat16` keeps the sum of the base's updates in 2 bytes per parameter, with stochastic
-            rounding [float32; float64 for float64 weights].
+        delta_dtype: `torch.bfloat16` keeps the weights at the start, which are what the step remembers, in 2 bytes per
+            parameter [the weights' own dtype].
         group: The ranks that share the parameters, if not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
-        backend: "fused" (the base's update and Mechanic's in one pass), "triton" or "foreach" (around any base).
+        backend: "fused" (Mechanic and the base in a few launches), "triton" or "foreach" (around any base).
             "auto" takes the first that works here.
         settings: The tuner's constants as a `Settings` object, for research. Not with rule, scope or max_scale, which
             it contains.

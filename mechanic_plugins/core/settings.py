@@ -109,7 +109,7 @@ def check_max_grad_norm(value: object) -> None:
 
 
 def checked_delta_dtype(value: object) -> torch.dtype | None:
-    """The option as a dtype; configs and command lines have its name. Checkpoints hold delta as it is."""
+    """The option as a dtype; configs and command lines have its name."""
     found = getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
     _DELTA_DTYPE.check("delta_dtype", found)
     return found if isinstance(found, torch.dtype) else None
@@ -156,7 +156,7 @@ _MAX_GRAD_NORM = _Allowed(
 _DELTA_DTYPE = _Allowed(
     "None, torch.float32 or torch.bfloat16",
     lambda x: x is None or x in (torch.float32, torch.bfloat16),
-    "it is what the sum of updates is kept in. bfloat16 halves its memory; None is float32, or wider.",
+    "it is what the weights at the start are kept in. bfloat16 halves their memory; None is the weights' own.",
 )
 
 

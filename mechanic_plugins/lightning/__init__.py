@@ -70,7 +70,7 @@ class Mechanic(Callback):
         scope: "all" learns one scale per optimizer, "group" one per param group.
         max_scale: Upper bound on the scale.
         max_grad_norm: Clip the gradients in the step, which takes no pass of its own as `gradient_clip_val` does.
-        delta_dtype: `torch.bfloat16` keeps the sum of the updates in 2 bytes per parameter [float32, or wider].
+        delta_dtype: `torch.bfloat16` keeps the weights at the start in 2 bytes per parameter.
         group: The ranks that share the parameters, if not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
         backend: The implementation: "auto", "fused", "triton" or "foreach".

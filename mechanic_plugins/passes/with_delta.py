@@ -96,7 +96,7 @@ class WithDelta(Plan):
 
 
 def _move_by_difference(x: Tensor, delta: Tensor, old: Tensor, before: float, after: float) -> None:
-    """x + before * u + (after - before) * delta, the new one: a move that is small beside x, which is rounded once."""
+    """X + before * u + (after - before) * delta, the new one: a move that is small beside x, which is rounded once."""
     delta.add_(x.sub_(old))  # x holds u
     if after == 0:
         x.mul_(before).add_(delta, alpha=-before).add_(old)
