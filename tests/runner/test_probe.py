@@ -88,7 +88,7 @@ def test_two_optimizers_are_both_probed(run_warm: Runner, tmp_path: Path) -> Non
     assert "Mechanic around SGD, 20 steps:" in done.stdout
 
 
-HF = Path(__file__).parents[1] / "transformers_plugin"
+HF = Path(__file__).parents[1] / "hf"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Records what the published Mechanic tuners do, as golden files that tests/test_reference.py replays.
+"""Records what the published Mechanic tuners do, as golden files that tests/core/test_reference.py replays.
 
 Run it in a throwaway environment; none of what it imports is needed by the tests:
 

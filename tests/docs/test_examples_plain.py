@@ -12,7 +12,7 @@ import pytest
 import torch
 from problems import differences
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "train_plain.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_plain.py"
 EPOCHS = 12
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-FOLDER = Path(__file__).parent.parent / "examples" / "benchmarks" / "quality"
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks" / "quality"
 ONE_OF_EACH_FAMILY = {
     "convex": "iris, sgd",
     "MLPs": "digits, adamw, MLP",

@@ -26,7 +26,7 @@ def test_an_unmodified_script_by_a_launcher(tmp_path: Path) -> None:
 
 
 def launched(command: list[str], folder: Path) -> list[dict[str, Any]]:
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])  # the package, and lean.py
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent / "helpers")])  # the package, and lean.py
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=env, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,9 +1,9 @@
 """Random training loops against the reference: what people do between steps, in every order that hypothesis thinks of.
 
 A sequence of steps, skipped steps, missing gradients, late groups, frozen layers, learning rates, checkpoints and
-copies, around every base of tests/optimizers.py. After each step in float64 the weights and the scales must be the
-reference's. In every dtype the counters must be, checkpoints and copies are the same bit for bit, and what should not
-move does not.
+copies, around every base of tests/helpers/optimizers.py. After each step in float64 the weights and the scales must be
+the reference's. In every dtype the counters must be, checkpoints and copies are the same bit for bit, and what should
+not move does not.
 
 CI runs the same sequences every time. `make test-long`, or MECHANIC_EXAMPLES=33 pytest FILE, runs 33
 times as many, other ones each time.

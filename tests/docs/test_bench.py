@@ -88,7 +88,7 @@ def test_everybody_clips() -> None:
 
 @pytest.mark.slow
 def test_the_memory_benchmark_counts_what_is_kept() -> None:
-    script = Path(__file__).parent.parent / "examples" / "benchmarks" / "memory.py"
+    script = Path(__file__).parents[2] / "examples" / "benchmarks" / "memory.py"
     printed = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True).stdout
     found = dict(re.findall(r"^(.*?)  +([\d.]+)$", printed, re.MULTILINE))
     names = ["AdamW", "Mechanic around AdamW", "the same with delta_dtype=torch.bfloat16"]
