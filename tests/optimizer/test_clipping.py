@@ -408,6 +408,10 @@ def test_bad_values_are_refused(value: Any) -> None:
     for optimizer in (torch.optim.SGD, torch.optim.SGD([p])):
         with pytest.raises(ValueError, match=r"max_grad_norm must be None or a number > 0, got .*1\.0 is a common"):
             mechanize(optimizer, max_grad_norm=value)
+    opt = mechanize(torch.optim.SGD([p]), max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="max_grad_norm must be None or a number > 0"):
+        opt.max_grad_norm = value
+    assert opt.max_grad_norm == 1.0
 
 
 def test_copies_and_classes_keep_it() -> None:

@@ -181,6 +181,7 @@ def test_repr_shows_the_base_and_the_settings_but_no_vectors() -> None:
     assert "lr: 0.5" in text
     assert "max_scale=0.25" in text
     assert "mechanic_" not in text
+    assert "s_init" not in text, "the default rule has none"
 
 
 def test_what_only_the_base_has_is_found_through_the_wrapper() -> None:
