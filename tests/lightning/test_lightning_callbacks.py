@@ -363,6 +363,12 @@ def test_mechanic_twice(pl: ModuleType) -> None:
         trainer(pl, Mechanic(), Mechanic()).fit(module(pl), loader())
 
 
+def test_the_class_instead_of_a_callback(pl: ModuleType) -> None:
+    """`Mechanic.setup() missing 1 required positional argument` helped nobody."""
+    with pytest.raises(TypeError, match=r"holds the class instead of a callback: write Mechanic\(\)"):
+        trainer(pl, Mechanic).fit(module(pl), loader())
+
+
 def test_a_learning_rate_finder(pl: ModuleType) -> None:
     error = pl.utilities.exceptions.MisconfigurationException
     with pytest.raises(error, match="LearningRateFinder cannot be combined with Mechanic"):
