@@ -111,12 +111,14 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
 def is_still_rising(history: ScaleHistory) -> bool:
     """Whether the learning rate in force grew nearly as fast in the last quarter of the run as it ever did.
 
-    It rises fast until it is found; later drift is small beside that. So the measure is the run's own fastest quarter.
-    A resumed run has not seen the rise and never counts. Waits for the device.
+    It rises fast until it is found; later drift is small beside that. So the measure is the run's own fastest quarter,
+    without the first three steps, which jump: they measure how long an update is. A resumed run has not seen the rise
+    and never counts. Waits for the device.
     """
     logs = [math.log(max(lrs)) for lrs in history.lrs() if max(lrs) > 0]
     quarter = max(len(logs) // 4, 1)
-    if len(logs) < 4 or not history.is_whole:
+    logs = logs[3:]
+    if len(logs) <= quarter or not history.is_whole:
         return False
     growth = [later - earlier for earlier, later in zip(logs, logs[quarter:], strict=False)]
     return growth[-1] > max(min(0.025 * quarter, 0.1), 0.5 * max(growth))

@@ -33,6 +33,18 @@ def test_a_rise_that_lasts_to_the_end_is_seen(steps: int) -> None:
     assert is_still_rising(Played(rise(steps, until=steps)).history)
 
 
+def test_ten_steps_towards_a_far_target_are_still_rising() -> None:
+    """The jump of the first two steps hid every rise after it."""
+    model, history = perceptron(), ScaleHistory()
+    opt = mechanize(torch.optim.AdamW(model.parameters()))
+    for _ in range(10):
+        opt.zero_grad()
+        (model(torch.ones(4, 4)) - 1000).square().mean().backward()
+        opt.step()
+        history.record(opt)
+    assert STILL_RISING in remarks(opt, history)
+
+
 @pytest.mark.parametrize(("steps", "until"), [(100, 60), (300, 150), (1000, 300), (10_000, 300)])
 @pytest.mark.parametrize("drift", [0.0, 0.001, -0.001])
 def test_a_rise_that_has_ended_is_not_confused_with_a_drift(steps: int, until: int, drift: float) -> None:
