@@ -57,7 +57,7 @@ def test_blocks_that_are_not_run_are_those_of_other_programs() -> None:
 
 SHORT = {
     "python -m mechanic_plugins.demo": "--steps 20 --lrs 1e-2",
-    "python -m mechanic_plugins.bench": "--device cpu --sizes tiny --repeats 1",
+    "python examples/benchmarks/optimizer_step.py": "--device cpu --shapes tiny --repeats 1",
     "python examples/train_plain.py": "--epochs 1",
     "python examples/train_lightning.py": "--epochs 1 --batch-size 500",
     "python examples/train_transformers.py": "--max_steps 4 --logging_steps 1 --use_cpu --disable_tqdm true",

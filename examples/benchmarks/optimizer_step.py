@@ -1,4 +1,4 @@
-"""The cost of a step on this machine: `python -m mechanic_plugins.bench`.
+"""The cost of a step on this machine: `python examples/benchmarks/optimizer_step.py`.
 
 One run times the base alone and Mechanic around it in turn, on tensors with the shapes of a small MLP, of GPT-2 or of
 LoRA, and reports ratios. Similar packages are measured too if they are installed.
@@ -264,12 +264,12 @@ def _table(results: Sequence[Result]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and prints a table."""
-    parser = argparse.ArgumentParser(prog="python -m mechanic_plugins.bench", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     gpu = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     shapes_help = "mlp6 and mlp26: small MLPs; lora: a 7B Llama's, rank 8; others: GPT-2's of that size"
     default = ["124M"] if gpu else ["mlp6", "mlp26", "10M"]
-    parser.add_argument("--shapes", "--sizes", nargs="+", choices=tuple(SHAPES), default=default, help=shapes_help)
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=default, help=shapes_help)
     parser.add_argument("--base", choices=("adam", "adamw", "sgd", "lion"), help="[adam for an MLP, else adamw]")
     parser.add_argument("--clip", action="store_true", help="clip to norm 1: clip_grad_norm_, or Mechanic itself")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
