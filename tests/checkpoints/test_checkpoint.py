@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,7 +65,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         train(model, opt, AFTER, first=BEFORE)
         assert opt.scale.item() > 0
         ends[case] = everything(opt)
-    subprocess.run([sys.executable, __file__, folder], check=True, timeout=250)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # with the helpers
+    subprocess.run([sys.executable, __file__, folder], check=True, timeout=250, env=env)
     return folder, ends
 
 

@@ -47,7 +47,7 @@ def loss_after(build: Callable[[Any], torch.optim.Optimizer], steps: int, *, cos
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cosine", [True, False], ids=["cosine", "constant"])
-@pytest.mark.parametrize("steps", [30, 50, 100, 200])
+@pytest.mark.parametrize("steps", [30, 200])
 @pytest.mark.parametrize("base", ORDINARY)
 def test_a_short_run_is_as_good_as_at_an_ordinary_rate(base: str, steps: int, cosine: bool) -> None:
     seeds = 5

@@ -58,11 +58,15 @@ def test_blocks_that_are_not_run_are_those_of_other_programs() -> None:
 SHORT = {
     "python -m mechanic_plugins.demo": "--steps 20 --lrs 1e-2",
     "python examples/benchmarks/optimizer_step.py": "--device cpu --shapes tiny --repeats 1",
-    "python examples/train_plain.py": "--epochs 1",
-    "python examples/train_lightning.py": "--epochs 1 --batch-size 500",
-    "python examples/train_transformers.py": "--max_steps 4 --logging_steps 1 --use_cpu --disable_tqdm true",
 }
 """The commands that run as they are printed, with what makes them short appended."""
+
+BY_OTHERS = {
+    "python examples/train_plain.py": "docs/test_examples_plain.py",
+    "python examples/train_lightning.py": "lightning/test_lightning_example.py",
+    "python examples/train_transformers.py": "hf/test_hf_example.py",
+}
+"""The commands that have a test of their own."""
 
 ELSEWHERE = {
     "README.md": ["mechanic-run", "mechanic-run"],
@@ -113,7 +117,9 @@ def test_what_is_not_run_is_marked_and_listed() -> None:
 def test_every_other_command_is_known() -> None:
     others = {command for _, command in commands(marked=False)}
     others = {command for command in others if not command.startswith(("pip install ", "make ", "git clone "))}
-    assert others == set(SHORT)
+    assert others == {*SHORT, *BY_OTHERS}
+    for command, test in BY_OTHERS.items():
+        assert Path(command).name in (ROOT / "tests" / test).read_text()
 
 
 @pytest.mark.parametrize("command", SHORT)

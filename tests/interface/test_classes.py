@@ -100,6 +100,7 @@ def test_a_class_can_be_pickled_and_keeps_its_settings() -> None:
     assert copy.deepcopy(built) is built
 
 
+@pytest.mark.slow
 def test_a_pickle_is_read_in_a_process_that_has_made_no_such_class(tmp_path: Path) -> None:
     model = perceptron()
     opt = mechanize(torch.optim.AdamW(model.parameters()))

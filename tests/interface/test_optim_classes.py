@@ -257,6 +257,7 @@ print(json.dumps(loaded + [name for name in ("bitsandbytes",) if name in sys.mod
     assert json.loads(done.stdout) == []
 
 
+@pytest.mark.slow
 def test_bitsandbytes_comes_when_it_is_asked_for() -> None:
     theirs = pytest.importorskip("bitsandbytes").optim.AdamW8bit
     assert optim.AdamW8bit is optim.AdamW8bit
