@@ -26,7 +26,7 @@ ROOMS = {
     "checkpoints": {"checkpoints"},
     "passes": {"passes"},
     "optimizer": {"optimizer"},
-    "interface": {"__init__", "api", "classes", "optim", "options", "summary"},
+    "interface": {"__init__", "api", "classes", "optim", "options", "patches", "summary"},
     "plugins": {"accelerate", "deepspeed", "ds_to_universal", "hf", "lightning", "transformers"},
     "programs": {"demo", "hook", "plot", "run", "runner"},
 }

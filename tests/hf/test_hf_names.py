@@ -14,7 +14,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.training_args import OptimizerNames
 
 from mechanic_plugins.hf.optim_names import BASES
-from mechanic_plugins.transformers import MechanicCallback, _register_all, register
+from mechanic_plugins.transformers import MechanicCallback, install, register
 
 NAMES = ["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "lion", "muon"]
 
@@ -46,7 +46,7 @@ def test_the_enum_has_real_members(tmp_path: Path) -> None:
 
 def test_registering_twice_is_harmless() -> None:
     before = (list(OptimizerNames), CallbackHandler.__init__, Trainer.get_optimizer_cls_and_kwargs)
-    _register_all()
+    install()
     assert before == (list(OptimizerNames), CallbackHandler.__init__, Trainer.get_optimizer_cls_and_kwargs)
 
 
