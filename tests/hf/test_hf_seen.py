@@ -55,6 +55,21 @@ def test_the_console_and_the_dicts_of_others_have_it(
     assert lrs[-1] > 0
 
 
+@pytest.mark.filterwarnings("default")  # W&B's own
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a dependency: runs where it is installed."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    fixed = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
+    args = TrainingArguments(str(tmp_path), max_steps=4, report_to=["wandb"], optim="mechanic_adamw", **fixed)
+    Trainer(model=build_model(), args=args, train_dataset=Sequences()).train()
+    wandb.finish()
+    (log,) = tmp_path.rglob("*.wandb")
+    for name in ("effective_lr", "scale"):
+        assert log.read_bytes().count(f"train/mechanic/{name}".encode()) >= 4
+
+
 def test_each_network_has_a_scale_under_its_name_and_leaves_with_it(tmp_path: Path) -> None:
     """The head is frozen: nothing is learned for it, and the plain run does not begin at an lr of 0."""
     model = build_model()
