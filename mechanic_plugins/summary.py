@@ -65,20 +65,12 @@ class ScaleHistory:
         """Whether it began with the optimizer's first step, not with a resumed one. Waits for the device."""
         return self._steps_before is not None and float(self._steps_before) <= 0
 
-    def scales(self) -> list[float]:
-        """The recorded scales, each step's largest. Waits for the device once."""
-        return [max(row) for row in self._rows()]
-
     def lrs(self) -> list[list[float]]:
         """For each recorded step each param group's scale * lr. Waits for the device once."""
-        pairs = zip(self._rows(), self._records, strict=True)
-        return [[s * float(lr) for s, lr in zip(scales, lrs, strict=True)] for scales, (_, lrs) in pairs]
-
-    def _rows(self) -> list[list[float]]:
         if not self._records:
             return []
-        numbers = iter(torch.cat([scales for scales, _ in self._records]).tolist())
-        return [[next(numbers) for _ in lrs] for _, lrs in self._records]
+        scales = iter(torch.cat([scales for scales, _ in self._records]).tolist())
+        return [[next(scales) * float(lr) for lr in lrs] for _, lrs in self._records]
 
 
 def report(optimizer: MechanicOptimizer) -> str:

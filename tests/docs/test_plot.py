@@ -86,7 +86,7 @@ def test_the_command_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixt
         (["cut"], "cannot be read (JSONDecodeError"),
         (["plain"], f"the log holds no {LR}: was the run made with Mechanic"),
         (["good", "--loss", "los"], "the log holds no 'los'. It has: eval_loss"),
-        (["good", "--out", "x.txt"], "--out must end in .png, .pdf, .svg, got x.txt"),
+        (["good", "--out", "x.txt"], "Format 'txt' is not supported"),
         (["good", "--out", "missing/x.png"], "No such file or directory: 'missing/x.png'"),
     ],
 )

@@ -65,7 +65,7 @@ def test_too_little_to_tell(scales: list[float]) -> None:
 def test_a_history_thins_out_and_stays_even() -> None:
     history = Played([float(i) for i in range(5000)]).history
     assert 256 <= len(history) < 512
-    spacing = {b - a for a, b in zip(history.scales(), history.scales()[1:], strict=False)}
+    spacing = {b[0] - a[0] for a, b in zip(history.lrs(), history.lrs()[1:], strict=False)}
     assert spacing == {16.0}
 
 
