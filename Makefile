@@ -51,7 +51,7 @@ test: $(INSTALLED)
 	$(PYTEST)
 
 test-fast: $(INSTALLED)
-	$(PYTEST) -m 'not slow and not ranks' tests/test_house.py $(addprefix tests/,core optimizer kernels passes checkpoints interface docs)
+	$(PYTEST) -m 'not slow and not ranks' $(wildcard tests/test_*.py) $(addprefix tests/,core optimizer kernels passes checkpoints interface docs)
 
 test-long: $(INSTALLED)
 	MECHANIC_EXAMPLES=33 $(BIN)/python -m pytest tests/optimizer/test_state_machine.py tests/distributed/test_state_machine_on_ranks.py

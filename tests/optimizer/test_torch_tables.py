@@ -23,6 +23,7 @@ from torch.testing._internal.common_optimizers import optim_db
 
 from mechanic_plugins import MechanicOptimizer, mechanize
 
+pytestmark = pytest.mark.slow
 REFUSED = {"LBFGS", "SparseAdam"}
 CASES = [
     pytest.param(info, i, id=f"{info.optim_cls.__name__}-{case.desc}".replace(" ", "-"))

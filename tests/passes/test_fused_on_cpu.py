@@ -101,6 +101,7 @@ def walk(optimizer: torch.optim.Optimizer, p: Tensor) -> list[Tensor]:
     return [t.detach().double() for t in (p, *moments)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("cls", "options"), FUSED, ids=str)
 def test_every_fused_cpu_kernel_that_is_taken_is_right(cls: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
