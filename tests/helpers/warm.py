@@ -12,8 +12,12 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+Runner = Callable[..., subprocess.CompletedProcess[str]]
+"""`run("--replace", ..., "train.py")`: the fixtures of tests/runner."""
 
 
 class Warm:

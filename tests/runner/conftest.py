@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import Runner
-from warm import Warm
+from warm import Runner, Warm
 
 ROOT = Path(__file__).parents[2]
 

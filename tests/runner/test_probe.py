@@ -8,7 +8,7 @@ from pathlib import Path
 import build_ops
 import pytest
 import torch
-from running import Runner
+from warm import Runner
 
 TRAIN = """
 import sys, torch
