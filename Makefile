@@ -47,14 +47,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 test: $(INSTALLED)
 	@# minutes the first time, nothing after that; without a compiler it says what will be skipped
-	$(BIN)/python tests/build_ops.py
+	$(BIN)/python tests/helpers/build_ops.py
 	$(PYTEST)
 
 test-fast: $(INSTALLED)
-	$(PYTEST) -m 'not slow and not ranks' $(wildcard tests/test_*.py)
+	$(PYTEST) -m 'not slow and not ranks' $(wildcard tests/test_*.py) $(addprefix tests/,core optimizer kernels passes checkpoints interface docs)
 
 test-long: $(INSTALLED)
-	MECHANIC_EXAMPLES=33 $(BIN)/python -m pytest tests/test_state_machine.py tests/distributed/test_state_machine_on_ranks.py
+	MECHANIC_EXAMPLES=33 $(BIN)/python -m pytest tests/optimizer/test_state_machine.py tests/distributed/test_state_machine_on_ranks.py
 
 # Not a part of CI: it needs the network, checkouts and some ten minutes.
 test-outside: $(INSTALLED)

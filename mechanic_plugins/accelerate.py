@@ -9,7 +9,6 @@ and accelerate replaces an offloaded optimizer with a plain DeepSpeedCPUAdam. Im
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from mechanic_plugins.api import mechanize as mechanize
 from mechanic_plugins.classes import not_built, wrap
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.patches import patch
 
 __all__ = ["install", "mechanize"]
 
@@ -34,48 +34,33 @@ Mapping = Callable[[Any], Any]
 
 def install() -> None:
     """Patches accelerate's DeepSpeed path to keep Mechanic. Idempotent."""
-    accelerator: Any = accelerate.accelerator
-    prepare = accelerator.Accelerator._prepare_deepspeed
-    if not hasattr(prepare, "_mechanic"):
-        accelerator.Accelerator._prepare_deepspeed = _attaching(prepare)
-    mapping = getattr(accelerator, "map_pytorch_optim_to_deepspeed", None)  # absent without DeepSpeed
-    if mapping is not None and not hasattr(mapping, "_mechanic"):
-        accelerator.map_pytorch_optim_to_deepspeed = _keeping_mechanic(mapping)
+    patch(accelerate.accelerator.Accelerator, "_prepare_deepspeed", _prepare_deepspeed)
+    if hasattr(accelerate.accelerator, "map_pytorch_optim_to_deepspeed"):  # absent without DeepSpeed
+        patch(accelerate.accelerator, "map_pytorch_optim_to_deepspeed", _map_optimizer)
 
 
-def _attaching(prepare: Callable[..., Any]) -> Callable[..., Any]:
+def _prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
     """Imports the DeepSpeed plugin on demand: DeepSpeed is slow to import."""
-
-    @functools.wraps(prepare)
-    def _prepare_deepspeed(self: Any, *args: Any) -> Any:
-        for arg in args:
-            if isinstance(arg, type) and issubclass(arg, MechanicOptimizer):
-                raise TypeError(not_built(arg))
-        if any(isinstance(arg, MechanicOptimizer) for arg in args):
-            import mechanic_plugins.deepspeed  # noqa: F401  attaches itself to the engine
-        return prepare(self, *args)
-
-    _prepare_deepspeed._mechanic = True  # type: ignore[attr-defined]
-    return _prepare_deepspeed
+    for arg in args:
+        if isinstance(arg, type) and issubclass(arg, MechanicOptimizer):
+            raise TypeError(not_built(arg))
+    if any(isinstance(arg, MechanicOptimizer) for arg in args):
+        import mechanic_plugins.deepspeed  # noqa: F401  attaches itself to the engine
+    return original(accelerator, *args)
 
 
-def _keeping_mechanic(mapping: Mapping) -> Mapping:
-    @functools.wraps(mapping)
-    def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
-        if not isinstance(optimizer, MechanicOptimizer):
-            return mapping(optimizer)
-        return wrap(
-            _offloaded(optimizer.base, mapping),
-            optimizer.settings,
-            group=optimizer.group,
-            sync_replicas=optimizer.sync_replicas,
-            backend=optimizer.backend,
-            max_grad_norm=optimizer.max_grad_norm,
-            delta_dtype=optimizer.delta_dtype,
-        )
-
-    map_pytorch_optim_to_deepspeed._mechanic = True  # type: ignore[attr-defined]
-    return map_pytorch_optim_to_deepspeed
+def _map_optimizer(original: Mapping, optimizer: Any) -> Any:
+    if not isinstance(optimizer, MechanicOptimizer):
+        return original(optimizer)
+    return wrap(
+        _offloaded(optimizer.base, original),
+        optimizer.settings,
+        group=optimizer.group,
+        sync_replicas=optimizer.sync_replicas,
+        backend=optimizer.backend,
+        max_grad_norm=optimizer.max_grad_norm,
+        delta_dtype=optimizer.delta_dtype,
+    )
 
 
 def _offloaded(base: Optimizer, mapping: Mapping) -> Any:

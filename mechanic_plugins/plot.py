@@ -28,7 +28,6 @@ Series = dict[str, list[tuple[float, float]]]
 
 LR, PEAK = "mechanic/effective_lr", "mechanic/peak_lr"
 FILES = ("trainer_state.json", "metrics.csv")
-FORMATS = (".png", ".pdf", ".svg")
 
 
 def find_log(run: Path) -> Path:
@@ -161,8 +160,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("mechanic.png"), help="the picture [mechanic.png]")
     parser.add_argument("--loss", help="the loss by its name in the log [every name with 'loss' in it]")
     args = parser.parse_args(argv)
-    if args.out.suffix.lower() not in FORMATS:
-        parser.error(f"--out must end in {', '.join(FORMATS)}, got {args.out}")
     try:
         log = find_log(args.run)
         draw(read(log), title=str(log), loss=args.loss).savefig(args.out, dpi=120)

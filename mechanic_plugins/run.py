@@ -117,6 +117,8 @@ def _check(plan: Plan, events: Events, arguments: list[str]) -> None:
     if idle := events.of("idle") or (set() if events.of("stepped") else events.of("unused")):
         stop(f"warning: Mechanic made no step in {'; '.join(sorted(idle))}: it trained without Mechanic.", IDLE)
     if events.of("mechanic") and not events.of("stepped"):
+        if plain := events.of("plain"):
+            stop(f"warning: Mechanic made no step: {', '.join(sorted(plain))} trained without it.", IDLE)
         say("warning: a mechanized optimizer was built, but made no step.")
 
 

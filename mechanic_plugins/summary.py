@@ -65,20 +65,12 @@ class ScaleHistory:
         """Whether it began with the optimizer's first step, not with a resumed one. Waits for the device."""
         return self._steps_before is not None and float(self._steps_before) <= 0
 
-    def scales(self) -> list[float]:
-        """The recorded scales, each step's largest. Waits for the device once."""
-        return [max(row) for row in self._rows()]
-
     def lrs(self) -> list[list[float]]:
         """For each recorded step each param group's scale * lr. Waits for the device once."""
-        pairs = zip(self._rows(), self._records, strict=True)
-        return [[s * float(lr) for s, lr in zip(scales, lrs, strict=True)] for scales, (_, lrs) in pairs]
-
-    def _rows(self) -> list[list[float]]:
         if not self._records:
             return []
-        numbers = iter(torch.cat([scales for scales, _ in self._records]).tolist())
-        return [[next(numbers) for _ in lrs] for _, lrs in self._records]
+        scales = iter(torch.cat([scales for scales, _ in self._records]).tolist())
+        return [[next(scales) * float(lr) for lr in lrs] for _, lrs in self._records]
 
 
 def report(optimizer: MechanicOptimizer) -> str:
@@ -111,12 +103,14 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
 def is_still_rising(history: ScaleHistory) -> bool:
     """Whether the learning rate in force grew nearly as fast in the last quarter of the run as it ever did.
 
-    It rises fast until it is found; later drift is small beside that. So the measure is the run's own fastest quarter.
-    A resumed run has not seen the rise and never counts. Waits for the device.
+    It rises fast until it is found; later drift is small beside that. So the measure is the run's own fastest quarter,
+    without the first three steps, which jump: they measure how long an update is. A resumed run has not seen the rise
+    and never counts. Waits for the device.
     """
     logs = [math.log(max(lrs)) for lrs in history.lrs() if max(lrs) > 0]
     quarter = max(len(logs) // 4, 1)
-    if len(logs) < 4 or not history.is_whole:
+    logs = logs[3:]
+    if len(logs) <= quarter or not history.is_whole:
         return False
     growth = [later - earlier for earlier, later in zip(logs, logs[quarter:], strict=False)]
     return growth[-1] > max(min(0.025 * quarter, 0.1), 0.5 * max(growth))

@@ -10,7 +10,6 @@ collects a Trainer's callbacks, for the one that logs the scale. transformers' o
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import sys
@@ -39,6 +38,7 @@ from mechanic_plugins.hf.checkpoint import demechanize_checkpoint, refuse_unscal
 from mechanic_plugins.hf.optim_names import BASES, PREFIX, add_name, add_names
 from mechanic_plugins.hf.schedules import objection
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.patches import patch
 from mechanic_plugins.summary import ScaleHistory, remarks, report
 
 __all__ = ["MechanicCallback", "demechanize_checkpoint", "register"]
@@ -168,49 +168,26 @@ def _worth_logging(mechanic: MechanicOptimizer) -> dict[str, float]:
 # -------------------------------------------------------------------------------- registration
 
 
-def _patch_lookup() -> None:
-    """Wraps the static method that every version uses to look up the class. Idempotent."""
-    trainer = importlib.import_module("transformers.trainer").Trainer
-    original = trainer.get_optimizer_cls_and_kwargs
-    if hasattr(original, "_mechanic"):
-        return
-
-    @functools.wraps(original)
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> Found:
-        if is_mechanic(args):
-            return class_and_kwargs(original, args, model)
-        return original(args, model)  # type: ignore[no-any-return]
-
-    get_optimizer_cls_and_kwargs._mechanic = True  # type: ignore[attr-defined]
-    trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)
+def _class_and_kwargs(original: Any, args: TrainingArguments, model: Any = None) -> Found:
+    """What Trainer builds its optimizer from: the static method that every version uses."""
+    return class_and_kwargs(original, args, model) if is_mechanic(args) else original(args, model)
 
 
-def _patch_callbacks() -> None:
-    """Gives every Trainer the callback. Idempotent.
-
-    Patches the class that calls them: programs such as ms-swift replace DEFAULT_CALLBACKS.
-    """
-    original = CallbackHandler.__init__
-    if hasattr(original, "_mechanic"):
-        return
-
-    @functools.wraps(original)
-    def __init__(self: CallbackHandler, callbacks: Iterable[Any], *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        callbacks = list(callbacks)
-        kinds = [each if isinstance(each, type) else type(each) for each in callbacks]
-        if not any(issubclass(kind, MechanicCallback) for kind in kinds):
-            callbacks.insert(1, MechanicCallback)  # after DefaultFlowCallback, before those that read the logs
-        original(self, callbacks, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-    __init__._mechanic = True  # type: ignore[attr-defined]
-    CallbackHandler.__init__ = __init__  # type: ignore[method-assign]
+def _add_callback(original: Any, handler: CallbackHandler, callbacks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+    """Where callbacks are called: programs such as ms-swift replace Trainer's DEFAULT_CALLBACKS."""
+    callbacks = list(callbacks)
+    kinds = [each if isinstance(each, type) else type(each) for each in callbacks]
+    if not any(issubclass(kind, MechanicCallback) for kind in kinds):
+        callbacks.insert(1, MechanicCallback)  # after DefaultFlowCallback, before those that read the logs
+    original(handler, callbacks, *args, **kwargs)
 
 
-def _register_all() -> None:
+def install() -> None:
+    """Adds Mechanic to transformers. Done by the import; idempotent."""
     add_names(OptimizerNames)
     accelerate_plugin.install()
-    _patch_lookup()
-    _patch_callbacks()
+    patch(importlib.import_module("transformers.trainer").Trainer, "get_optimizer_cls_and_kwargs", _class_and_kwargs)
+    patch(CallbackHandler, "__init__", _add_callback)
 
 
-_register_all()
+install()

@@ -13,7 +13,7 @@ from warm import Warm
 POOLS = ("engines", "ranks")
 """The fixtures that keep processes alive, which one worker should start and not both."""
 
-LONGEST = ("test_probe", "test_robust_start", "test_parity", "test_interpreted")
+LONGEST = ("test_probe", "test_interpreted", "test_quality_benchmark", "test_short_runs", "test_run_launchers")
 """Files of half a minute and more that need none of them, the longest first."""
 
 

@@ -16,8 +16,6 @@ the mechanized one then takes the base's place. `mechanic_plugins.deepspeed.engi
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +38,7 @@ from mechanic_plugins.api import mechanize
 from mechanic_plugins.deepspeed.engine import connect
 from mechanic_plugins.deepspeed.refusals import refuse_unsupported
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.options import DEFAULTS, hint
+from mechanic_plugins.patches import patch
 
 __all__ = ["NAMES", "attach", "install", "mechanic_of"]
 
@@ -93,44 +91,37 @@ def attach(engine: Any) -> MechanicOptimizer:
 def install() -> None:
     """Attaches Mechanic to every engine built from now on, and registers `NAMES` for config files. Idempotent."""
     for name, cls in NAMES.items():
-        setattr(torch.optim, name, functools.partial(_build, cls))  # where DeepSpeed looks up unknown names
-    if not hasattr(DeepSpeedEngine._configure_optimizer, "_mechanic"):
-        DeepSpeedEngine._configure_optimizer = _attaching(DeepSpeedEngine._configure_optimizer)
-        DeepSpeedEngine._configure_basic_optimizer = _building(DeepSpeedEngine._configure_basic_optimizer)
-        OpBuilder.jit_load = _announcing(OpBuilder.jit_load)
+        setattr(torch.optim, name, mechanize(cls))  # where DeepSpeed looks up unknown names
+    patch(DeepSpeedEngine, "_configure_optimizer", _configure_optimizer)
+    patch(DeepSpeedEngine, "_configure_basic_optimizer", _configure_basic_optimizer)
+    patch(OpBuilder, "jit_load", _jit_load)
 
 
-def _attaching(original: Callable[..., None]) -> Callable[..., None]:
+def _configure_optimizer(original: Callable[..., None], engine: Any, given: Any, parameters: Any) -> None:
     """DeepSpeed builds its optimizer around the base; the mechanized one then replaces the base inside it."""
-
-    @functools.wraps(original)
-    def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
-        if callable(client_optimizer) and not isinstance(client_optimizer, tuple(self._supported_optims())):
-            client_optimizer = client_optimizer(model_parameters)
-        if isinstance(client_optimizer, MechanicOptimizer):
-            client_optimizer = _hand_over(self, client_optimizer)
-        original(self, client_optimizer, model_parameters)
-        mechanic = vars(self).pop("_mechanic", None)
-        if mechanic is not None:
-            _put_back(self, mechanic)
-            attach(self)
-
-    _configure_optimizer._mechanic = True  # type: ignore[attr-defined]
-    return _configure_optimizer
+    if callable(given) and not isinstance(given, tuple(engine._supported_optims())):
+        given = given(parameters)
+    if isinstance(given, MechanicOptimizer):
+        given = _hand_over(engine, given)
+    original(engine, given, parameters)
+    mechanic = vars(engine).pop("_mechanic", None)
+    if mechanic is not None:
+        _put_back(engine, mechanic)
+        attach(engine)
 
 
-def _building(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _configure_basic_optimizer(self: Any, model_parameters: Any) -> Any:
-        cls = NAMES.get(self.optimizer_name())
-        if cls is None:
-            return original(self, model_parameters)
-        params = dict(self.optimizer_params() or {})
-        torch_adam = params.pop("torch_adam", False)
-        offloaded = self.zero_use_cpu_optimizer() and not torch_adam
-        return _hand_over(self, _build(_cpu_adam(cls) if offloaded else cls, model_parameters, **params))
+def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, parameters: Any) -> Any:
+    """From a config's "params": the base's arguments and Mechanic's options."""
+    cls = NAMES.get(engine.optimizer_name())
+    if cls is None:
+        return original(engine, parameters)
+    params = dict(engine.optimizer_params() or {})
+    torch_adam = params.pop("torch_adam", False)
+    if engine.zero_use_cpu_optimizer() and not torch_adam and cls in (torch.optim.Adam, torch.optim.AdamW):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return _configure_basic_optimizer
+        params["adamw_mode"], cls = cls is torch.optim.AdamW, DeepSpeedCPUAdam
+    return _hand_over(engine, mechanize(cls)(parameters, **params))
 
 
 def _hand_over(engine: Any, mechanic: MechanicOptimizer) -> Optimizer:
@@ -140,46 +131,14 @@ def _hand_over(engine: Any, mechanic: MechanicOptimizer) -> Optimizer:
     return mechanic.base
 
 
-def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        root = os.environ.get("TORCH_EXTENSIONS_DIR") or torch.utils.cpp_extension.get_default_build_root()
-        if not any(f"{self.name}.so" in files for _, _, files in os.walk(root)):
-            logger.warning(
-                f"DeepSpeed compiles its operator {self.name} on first use, which may take minutes. If it hangs, since "
-                f"an earlier build was killed, remove {root}."
-            )
-        return original(self, *args, **kwargs)
-
-    return jit_load
-
-
-def _build(cls: Callable[..., Optimizer], params: Any, **kwargs: Any) -> MechanicOptimizer:
-    """From a config's "params": the base's arguments and Mechanic's options, also as `mechanic_<name>`.
-
-    Raises:
-        TypeError: An argument that neither has.
-    """
-    own = inspect.signature(cls).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in own.values())
-    options = {}
-    for key in list(kwargs):
-        option = key.removeprefix("mechanic_")
-        if option in DEFAULTS and key not in own:
-            options[option] = kwargs.pop(key)
-        elif key not in own and not takes_any:
-            known = hint(key, [*own, *DEFAULTS])
-            raise TypeError(f'the optimizer\'s "params" in the DeepSpeed config have no {key!r}{known}')
-    return mechanize(cls(params, **kwargs), **options)
-
-
-def _cpu_adam(cls: type[Optimizer]) -> Callable[..., Optimizer]:
-    """DeepSpeed's own choice for an offloaded "Adam" or "AdamW"."""
-    if cls not in (torch.optim.Adam, torch.optim.AdamW):
-        return cls
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return functools.partial(DeepSpeedCPUAdam, adamw_mode=cls is torch.optim.AdamW)
+def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **kwargs: Any) -> Any:
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or torch.utils.cpp_extension.get_default_build_root()
+    if not any(f"{builder.name}.so" in files for _, _, files in os.walk(root)):
+        logger.warning(
+            f"DeepSpeed compiles its operator {builder.name} on first use, which may take minutes. If it hangs, since "
+            f"an earlier build was killed, remove {root}."
+        )
+    return original(builder, *args, **kwargs)
 
 
 def _put_back(engine: Any, mechanic: MechanicOptimizer) -> None:

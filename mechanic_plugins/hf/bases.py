@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers.training_args import OptimizerNames, TrainingArguments
 
-from mechanic_plugins.api import Options, mechanize
-from mechanic_plugins.hf.optim_args import BaseKeys, split_optim_args
+from mechanic_plugins.api import mechanize
+from mechanic_plugins.hf.optim_args import parse
 from mechanic_plugins.hf.optim_names import BASES
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.muon import MuonWithAdamW
@@ -36,17 +36,18 @@ def name_of(args: TrainingArguments) -> str:
 
 
 def class_and_kwargs(original: Callable[..., Found], args: TrainingArguments, model: Any) -> Found:
-    """The class that Trainer builds its optimizer from, and the arguments beside the param groups."""
+    """The mechanized class that Trainer builds its optimizer from, and the arguments beside the param groups."""
     _refuse_lr_zero(args)
-    base = BASES[name_of(args)]
+    base, given = BASES[name_of(args)], parse(args.optim_args)
+    for key, option in {"lr": "--learning_rate", "weight_decay": "--weight_decay"}.items():
+        if key in given:
+            raise ValueError(f"optim_args has {key}={given[key]}, which the Trainer sets itself: use {option}.")
     if isinstance(base, str):
-        cls, kwargs, options = _from_transformers(original, args, _on_this_device(base, args), model)
+        cls, kwargs = _from_transformers(original, args, _on_this_device(base, args), model)
+        given = {key: value for key, value in given.items() if key not in _handled(base)}
     else:
-        keys = BaseKeys.of(base)
-        options, rest = split_optim_args(args.optim_args, keys)
         cls, kwargs = base, _kwargs_of(base, args, model)
-        kwargs.update({key: keys.parsed(key, value) for key, value in rest.items()})
-    return mechanize(cls, **options), kwargs
+    return mechanize(cls), {**kwargs, **given}
 
 
 def _refuse_lr_zero(args: TrainingArguments) -> None:
@@ -63,21 +64,14 @@ def _on_this_device(base: str, args: TrainingArguments) -> str:
     return "adamw_torch" if base == "adamw_torch_fused" and not fused else base
 
 
-def _from_transformers(
-    original: Callable[..., Found], args: TrainingArguments, name: str, model: Any
-) -> tuple[type[Optimizer], Kwargs, Options]:
-    """As transformers builds it, but with every key of `optim_args`, most of which transformers drops."""
+def _from_transformers(original: Callable[..., Found], args: TrainingArguments, name: str, model: Any) -> Found:
+    """As transformers builds it. It drops most keys of `optim_args`."""
     if ("bnb" in name or "8bit" in name) and importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(f"{name_of(args)} needs bitsandbytes: pip install bitsandbytes")
-    cls, plain = original(_with_optim(args, name, {}), model)
-    keys = BaseKeys.of(cls, *_handled(name))
-    options, rest = split_optim_args(args.optim_args, keys)
-    cls, kwargs = original(_with_optim(args, name, rest), model)
-    for key, value in rest.items():
-        is_left_out = key not in kwargs or kwargs[key] == plain.get(key)
-        if key not in _handled(name) and (is_left_out or isinstance(kwargs[key], str)):
-            kwargs[key] = keys.parsed(key, value)
-    return (Adafactor if name == "adafactor" else cls), kwargs, options
+    args = copy.copy(args)
+    args.optim = OptimizerNames(name)
+    cls, kwargs = original(args, model)
+    return (Adafactor if name == "adafactor" else cls), kwargs
 
 
 def _handled(name: str) -> tuple[str, ...]:
@@ -90,13 +84,6 @@ _HANDLED = {
     "apollo": ("rank", "proj", "scale_type", "update_proj_gap", "scale", "proj_type"),
     "ademamix": ("beta1", "beta2", "beta3"),
 }
-
-
-def _with_optim(args: TrainingArguments, name: str, optim_args: dict[str, str]) -> TrainingArguments:
-    args = copy.copy(args)
-    args.optim = OptimizerNames(name)
-    args.optim_args = ",".join(f"{key}={value}" for key, value in optim_args.items()) or None
-    return args
 
 
 class Adafactor(transformers.optimization.Adafactor):

@@ -19,8 +19,8 @@ def objection(kind: str, kwargs: Mapping[str, Any], lr: float) -> str | None:
     """A warning for `lr_scheduler_type` with `lr_scheduler_kwargs` at this `learning_rate`, or None."""
     if kind == "greedy":
         return (
-            "lr_scheduler_type=greedy raises the learning rate while the loss falls, which Mechanic takes for a "
-            "warm-up and cancels: use linear or cosine."
+            "lr_scheduler_type=greedy raises the learning rate while the loss falls, which has no effect: Mechanic's "
+            "scale is relative to the highest lr so far. Use linear or cosine."
         )
     key = _FLOORS.get(kind, "")
     floor = kwargs.get(key, 1e-7 if kind == "polynomial" and lr < 1e-5 else 0.0) or 0.0  # polynomial's own lr_end

@@ -104,7 +104,9 @@ class Mechanic(Callback):
         self._recorded = -1
         self._log, self._prog_bar = log, prog_bar
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule | None = None, stage: str = "fit") -> None:
+        if not is_a(self, ("Mechanic",)):  # Lightning calls the function of a class with itself in place of `self`
+            raise TypeError("callbacks=[Mechanic] holds the class instead of a callback: write Mechanic().")
         if stage == "fit":
             check_callbacks(trainer, self)
             check_strategy(trainer)
@@ -159,8 +161,10 @@ class Mechanic(Callback):
         if stage == "fit":
             self._release(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: Any = None) -> None:
         """Lightning does not call `on_train_end` and `teardown` after an exception."""
+        if not is_a(self, ("Mechanic",)):  # see `setup`, whose error this one would hide
+            return
         self._release(trainer)
         if isinstance(exception, KeyboardInterrupt):
             summarize(trainer, self.optimizers, self._histories)

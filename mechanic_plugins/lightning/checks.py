@@ -6,35 +6,26 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_warn
+from mechanic_plugins.lightning.packages import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = [
-    "DEEPSPEED",
-    "check_callbacks",
-    "check_strategy",
-    "is_a",
-    "warn_of_floors",
-]
+__all__ = ["DEEPSPEED", "check_callbacks", "check_strategy", "is_a", "warn_of_floors"]
 
 DEEPSPEED = ("DeepSpeedStrategy",)
 
 
-def check_callbacks(trainer: Trainer, mechanic: object) -> None:
+def check_callbacks(trainer: Any, mechanic: object) -> None:
     """Rejects a second Mechanic and a learning rate finder; warns about a batch size finder."""
-    if sum(isinstance(callback, type(mechanic)) for callback in _callbacks(trainer)) > 1:
-        raise _misconfiguration(
-            trainer, "the Trainer has more than one Mechanic callback: keep one, which serves all optimizers."
-        )
-    if _has_callback(trainer, "LearningRateFinder"):
-        raise _misconfiguration(
-            trainer,
+    if sum(isinstance(callback, type(mechanic)) for callback in trainer.callbacks) > 1:
+        raise ValueError("the Trainer has more than one Mechanic callback: keep one, which serves all optimizers.")
+    if any(is_a(callback, ("LearningRateFinder",)) for callback in trainer.callbacks):
+        raise ValueError(
             "LearningRateFinder cannot be combined with Mechanic, which learns the learning rate during training, for "
-            "any lr of the optimizer. Remove LearningRateFinder, or the call to Tuner.lr_find.",
+            "any lr of the optimizer. Remove LearningRateFinder, or the call to Tuner.lr_find."
         )
-    if _has_callback(trainer, "BatchSizeFinder"):
+    if any(is_a(callback, ("BatchSizeFinder",)) for callback in trainer.callbacks):
         rank_zero_warn(
             "BatchSizeFinder tries batch sizes without Mechanic, which stores one more value per parameter: use a "
             "somewhat smaller batch than it finds."
@@ -48,17 +39,15 @@ def check_strategy(trainer: Trainer) -> None:
     """Rejects strategies that cannot work, and warns about untested ones."""
     strategy = trainer.strategy
     if is_a(strategy, ("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")):
-        raise _misconfiguration(
-            trainer,
+        raise ValueError(
             f"{type(strategy).__name__} is not supported: Mechanic is untested on XLA devices. "
-            "Train on CPU or GPU, or without Mechanic.",
+            "Train on CPU or GPU, or without Mechanic."
         )
     if is_a(strategy, ("FSDPStrategy",)) and trainer.world_size > 1 and trainer.precision in ("bf16-true", "16-true"):
-        raise _misconfiguration(
-            trainer,
+        raise ValueError(
             f"FSDPStrategy with precision={trainer.precision!r} cannot save checkpoints: FSDP1 requires one dtype for "
             "all state of a weight, and Mechanic keeps a float32 sum for 16-bit weights. Use ModelParallelStrategy "
-            "(FSDP2), or precision='bf16-mixed'.",
+            "(FSDP2), or precision='bf16-mixed'."
         )
     if not is_a(strategy, _TESTED):
         rank_zero_warn(
@@ -95,21 +84,6 @@ def _highest_lr(scheduler: Any) -> float:
     return max(map(float, lrs))
 
 
-def _has_callback(trainer: Trainer, name: str) -> bool:
-    return any(is_a(callback, (name,)) for callback in _callbacks(trainer))
-
-
-def _callbacks(trainer: Any) -> list[object]:
-    return list(trainer.callbacks)  # the attribute lacks an annotation
-
-
 def is_a(thing: object, names: Iterable[str]) -> bool:
     """By name: both Lightning packages have a class of that name."""
     return not {cls.__name__ for cls in type(thing).__mro__}.isdisjoint(names)
-
-
-def _misconfiguration(trainer: Trainer, message: str) -> Exception:
-    """The exception class of the trainer's own package."""
-    package = next(module for module in LIGHTNINGS if isinstance(trainer, module.Trainer))
-    error: Exception = package.utilities.exceptions.MisconfigurationException(message)
-    return error

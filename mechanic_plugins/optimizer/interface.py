@@ -70,7 +70,6 @@ class Wrapper(Delegate):
     ) -> None:
         known_bases.check_supported(base)
         check_backend(backend)
-        check_max_grad_norm(max_grad_norm)
         self.base = base
         self.settings = settings
         self.group, self.sync_replicas = group, sync_replicas
@@ -289,4 +288,11 @@ class Wrapper(Delegate):
             lines.append(f"Parameter Group {index}")
             shown = sorted(k for k in group if k != "params" and not k.startswith(PREFIX))
             lines += [f"    {key}: {group[key]}" for key in shown]
-        return "\n".join([*lines, f"{self.settings}", ")"])
+        mine = {**vars(self.settings), "max_grad_norm": self.max_grad_norm}
+        lines += [f"Mechanic: {', '.join(f'{key}={value!r}' for key, value in mine.items() if value is not None)}"]
+        return "\n".join([*lines, ")"])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "max_grad_norm":  # may be changed during training
+            check_max_grad_norm(value)
+        super().__setattr__(name, value)

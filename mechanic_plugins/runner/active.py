@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from mechanic_plugins import hook
+from mechanic_plugins.patches import patch
 from mechanic_plugins.runner.plan import VARIABLE, Events, Plan
 from mechanic_plugins.runner.replace import wait_for
 from mechanic_plugins.runner.watch import Watch
@@ -41,16 +41,14 @@ def activate(plan: Plan) -> Watch:
 
 def _log_in_lightning(package: ModuleType) -> None:
     """Adds a callback through the function that every Trainer asks for other packages' callbacks."""
-    connector: Any = import_module(f"{package.__name__}.trainer.connectors.callback_connector")
-    original = connector._load_external_callbacks
+    connector = import_module(f"{package.__name__}.trainer.connectors.callback_connector")
+    patch(connector, "_load_external_callbacks", _with_ours)
 
-    @functools.wraps(original)
-    def _load_external_callbacks(group: str) -> list[Any]:
-        from mechanic_plugins.runner.lightning_logs import LogLearnedLr
 
-        return [*original(group), LogLearnedLr()]
+def _with_ours(original: Callable[[str], list[Any]], group: str) -> list[Any]:
+    from mechanic_plugins.runner.lightning_logs import LogLearnedLr
 
-    connector._load_external_callbacks = _load_external_callbacks
+    return [*original(group), LogLearnedLr()]
 
 
 @contextlib.contextmanager

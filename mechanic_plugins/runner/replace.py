@@ -177,11 +177,11 @@ def _pass_for_prodigy_plus(base: Any, old: Any) -> None:
 
 
 def _wrapped(base: Any, kind: Any, options: str) -> Any:
-    from mechanic_plugins.hf.optim_args import split_optim_args
+    from mechanic_plugins.hf.optim_args import parse
     from mechanic_plugins.options import configured
 
     try:
-        configuration = configured(split_optim_args(options)[0])
+        configuration = configured(parse(options))
     except (TypeError, ValueError) as error:
         stop(str(error).replace("optim_args", "--options"))
     optimizer = object.__new__(kind)

@@ -75,12 +75,13 @@ class Watch:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         if MISSED in vars(optimizer):
             self._events.note("missed", name)
+        is_new = self._events.note("plain", name)
         if self._has_mechanic:
             return
         self._plain_steps += 1
         if self._plan.probe and self._plain_steps >= self._plan.probe:
             stop(f"{self._plain_steps} steps were made by {name}, without Mechanic: add --replace {name}", NOTHING)
-        if self._events.note("plain", name) and is_first_rank() and not self._plan.is_default:
+        if is_new and is_first_rank() and not self._plan.is_default:
             names = " or ".join(each.old for each in self._plan.replace)
             say(f"warning: {name} makes steps without Mechanic, and no {names} was built so far.")
 

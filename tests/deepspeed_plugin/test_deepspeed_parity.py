@@ -118,7 +118,7 @@ def test_the_default_rule(engines: Engines, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])  # what two ranks see of the others
 def test_four_ranks(engines: Engines, stage: int) -> None:
     check(engines, 4, Case(stage=stage, clip=0.1, param_groups=2, options=LARGER))
 

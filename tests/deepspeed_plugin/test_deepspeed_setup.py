@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,9 +59,7 @@ def test_torch_adam_without_offload_changes_nothing(engines: Engines) -> None:
 def test_params_that_neither_has_are_answered(engines: Engines, zero: dict[str, Any]) -> None:
     case = Case(stage=2, config=json_optimizer("MechanicAdamW", lr=1.0, max_skale=0.1), zero=zero)
     (message,) = engines(1)(on_rank.refusal_of_params, case)
-    assert (
-        message == """the optimizer's "params" in the DeepSpeed config have no 'max_skale': did you mean 'max_scale'?"""
-    )
+    assert message.endswith("() has no argument 'max_skale': did you mean 'max_scale'?")
 
 
 @pytest.mark.parametrize("what", ["class", "function"])
@@ -202,7 +201,7 @@ def test_a_build_that_takes_minutes_is_announced(monkeypatch: pytest.MonkeyPatch
     said: list[str] = []
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(plugin.logger, "warning", said.append)
-    load = plugin._announcing(lambda builder: "loaded")
+    load = functools.partial(plugin._jit_load, lambda builder: "loaded")
     builder = SimpleNamespace(name="cpu_adam")
     assert load(builder) == "loaded"
     (tmp_path / "cpu_adam.so").touch()

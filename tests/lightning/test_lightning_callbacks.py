@@ -358,16 +358,20 @@ def test_bad_values_are_refused_when_the_callback_is_built() -> None:
 
 
 def test_mechanic_twice(pl: ModuleType) -> None:
-    error = pl.utilities.exceptions.MisconfigurationException
-    with pytest.raises(error, match="more than one Mechanic callback: keep one"):
+    with pytest.raises(ValueError, match="more than one Mechanic callback: keep one"):
         trainer(pl, Mechanic(), Mechanic()).fit(module(pl), loader())
 
 
+def test_the_class_instead_of_a_callback(pl: ModuleType) -> None:
+    """`Mechanic.setup() missing 1 required positional argument` helped nobody."""
+    with pytest.raises(TypeError, match=r"holds the class instead of a callback: write Mechanic\(\)"):
+        trainer(pl, Mechanic).fit(module(pl), loader())
+
+
 def test_a_learning_rate_finder(pl: ModuleType) -> None:
-    error = pl.utilities.exceptions.MisconfigurationException
-    with pytest.raises(error, match="LearningRateFinder cannot be combined with Mechanic"):
+    with pytest.raises(ValueError, match="LearningRateFinder cannot be combined with Mechanic"):
         trainer(pl, Mechanic(), pl.callbacks.LearningRateFinder()).fit(module(pl), loader())
-    with pytest.raises(error, match=r"Tuner\.lr_find"):
+    with pytest.raises(ValueError, match=r"Tuner\.lr_find"):
         pl.tuner.Tuner(trainer(pl, Mechanic())).lr_find(module(pl), loader())
 
 
@@ -470,7 +474,7 @@ def test_schedules_without_a_floor_are_not_warned_of(schedule: Any) -> None:
 def test_untested_strategies(pl: ModuleType) -> None:
     single = pl.strategies.SingleDeviceStrategy
     xla = type("SingleDeviceXLAStrategy", (single,), {})
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="untested on XLA"):
+    with pytest.raises(ValueError, match="untested on XLA"):
         trainer(pl, Mechanic(), strategy=xla("cpu")).fit(module(pl), loader())
 
     class Own(pl.strategies.Strategy):  # type: ignore[name-defined, misc]

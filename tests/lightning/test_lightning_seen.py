@@ -60,6 +60,18 @@ def test_a_logger_that_takes_dicts() -> None:
     assert seen[-1] == {"mechanic/peak_lr": trainer.optimizers[0].learned_lr}
 
 
+@pytest.mark.filterwarnings("default")  # W&B's own
+def test_wandb_offline(tmp_path: Path) -> None:
+    """Not a dependency: runs where it is installed."""
+    pytest.importorskip("wandb")
+    logger = lightning_of("lightning.pytorch").loggers.WandbLogger(offline=True, save_dir=tmp_path)
+    fitted(logger)
+    logger.experiment.finish()
+    (log,) = tmp_path.rglob("*.wandb")
+    for name in ("effective_lr", "scale", "peak_lr"):
+        assert f"mechanic/{name}".encode() in log.read_bytes()
+
+
 @pytest.mark.parametrize("name", ["TensorBoardLogger", "CSVLogger"])
 def test_logs_on_disk_and_their_picture(tmp_path: Path, name: str) -> None:
     pl = lightning_of("lightning.pytorch")

@@ -114,7 +114,7 @@ def test_the_line_reaches_the_console_by_default() -> None:
     here = Path(__file__).parent
     program = f"""
 import sys
-sys.path[:0] = {[str(here), str(here.parent)]!r}
+sys.path[:0] = {[str(here), str(here.parent / "helpers")]!r}
 import lean; lean.hide("matplotlib", "scipy", "transformers")
 import lightning.pytorch as pl
 from lightning_helpers import loader, module, trainer

@@ -74,7 +74,7 @@ def run_part(part: str, checkouts: dict[str, Path], plain: bool, pytest_args: li
         return f"not run: wants {part.upper()}=/path/to/a/checkout"
     print(f"\n== {part}", flush=True)
     if part == "tables":  # torch's own, from its wheel; they are in the default suite too
-        status = call(sys.executable, "-m", "pytest", "-q", "tests/test_torch_tables.py")
+        status = call(sys.executable, "-m", "pytest", "-q", "tests/optimizer/test_torch_tables.py")
     elif part == "compare":
         status = call(sys.executable, HERE / "compare.py", sdist(PYTORCH_OPTIMIZER))
     else:

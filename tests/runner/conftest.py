@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import Runner
-from warm import Warm
+from warm import Runner, Warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +38,7 @@ def run_warm(tmp_path: Path, warm: Warm) -> Runner:
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # the package, and lean.py
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])  # the package, and lean.py
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **variables}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     return env

@@ -8,7 +8,7 @@ from pathlib import Path
 import build_ops
 import pytest
 import torch
-from running import Runner
+from warm import Runner
 
 TRAIN = """
 import sys, torch
@@ -88,7 +88,7 @@ def test_two_optimizers_are_both_probed(run_warm: Runner, tmp_path: Path) -> Non
     assert "Mechanic around SGD, 20 steps:" in done.stdout
 
 
-HF = Path(__file__).parents[1] / "transformers_plugin"
+HF = Path(__file__).parents[1] / "hf"
 
 
 @pytest.mark.slow
@@ -199,6 +199,10 @@ torch.optim.AdamW(model.parameters())
 class optimizer:
     zero_grad = step = staticmethod(lambda: None)
 """
+ANOTHER = """
+unused = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+"""
 TWO_BUILT = "unused, optimizer = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())"
 OWN_NEW = """
 class Own(torch.optim.AdamW):
@@ -214,10 +218,11 @@ optimizer = Own(model.parameters())
     [
         (REPLACED_STEP, 6, "Mechanic made no step in AdamW (the program replaced its step() by __main__.step_by_hand)"),
         (NEVER_STEPPED, 6, "(gradients were computed, but its step() was never called)"),
+        (ANOTHER, 6, "Mechanic made no step: torch.optim.sgd.SGD trained without it."),
         (TWO_BUILT, 0, "AdamW: Mechanic learned a learning rate of"),
         (OWN_NEW, 3, "__main__.Own trained without Mechanic: its __new__ does not pass its arguments on."),
     ],
-    ids=["step replaced", "never stepped", "one of two", "own __new__"],
+    ids=["step replaced", "never stepped", "another", "one of two", "own __new__"],
 )
 def test_training_without_mechanic_is_told(
     run_warm: Runner, tmp_path: Path, build: str, status: int, said: str

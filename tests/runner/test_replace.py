@@ -234,7 +234,7 @@ def test_names_that_are_refused(library: Any, name: str, message: str, capsys: p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("scop=group", "--options has an unknown key 'scop': did you mean 'scope'?"),
+        ("scop=group", "has no option 'scop': did you mean 'scope'?"),
         ("scope=groups", "scope must be one of 'all', 'group', got 'groups'"),
         ("max_scale=-1", "max_scale must be"),
         ("sync_replicas=2", "sync_replicas must be True or False, got 2"),

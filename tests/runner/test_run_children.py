@@ -7,7 +7,7 @@ from pathlib import Path
 
 import lean
 import pytest
-from running import Runner
+from warm import Runner
 
 import mechanic_plugins
 

@@ -1,0 +1,76 @@
+"""Runs of 30 to 200 steps end where the ordinary learning rates, which nobody tuned, end them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mechanic_plugins import mechanize
+
+TRAINED = 1437  # of 1797
+ORDINARY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": functools.partial(torch.optim.Adam, lr=3e-3),
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
+    "SGD-momentum": functools.partial(torch.optim.SGD, lr=0.03, momentum=0.9),
+}
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor]:
+    found = pytest.importorskip("sklearn.datasets").load_digits()
+    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(found.data / 16, dtype=torch.float32)[order], torch.tensor(found.target)[order]
+
+
+def loss_after(build: Callable[[Any], torch.optim.Optimizer], steps: int, *, cosine: bool, seed: int) -> float:
+    x, y = digits()
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = build(model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
+    for _ in range(steps):
+        rows = torch.randint(TRAINED, (64,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    with torch.no_grad():
+        return F.cross_entropy(model(x[TRAINED:]), y[TRAINED:]).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cosine", [True, False], ids=["cosine", "constant"])
+@pytest.mark.parametrize("steps", [30, 200])
+@pytest.mark.parametrize("base", ORDINARY)
+def test_a_short_run_is_as_good_as_at_an_ordinary_rate(base: str, steps: int, cosine: bool) -> None:
+    seeds = 5
+    plain, ours = (
+        sum(loss_after(build, steps, cosine=cosine, seed=seed) for seed in range(seeds)) / seeds
+        for build in (ORDINARY[base], lambda params: mechanize(ORDINARY[base](params)))
+    )
+    assert ours <= 1.1 * plain
+
+
+@pytest.mark.parametrize("base", ORDINARY)
+def test_an_output_bias_at_the_targets_mean_does_not_set_the_scale(base: str) -> None:
+    """One weight of 1e4 among many small ones, as a regression on house prices starts with."""
+    scales = []
+    for bias in (0.0, 1e4):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        nn.init.constant_(model[2].bias, bias)
+        optimizer = mechanize(ORDINARY[base](model.parameters()))
+        for step in range(2):
+            x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            (model(x) - bias - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+        scales.append(optimizer.scale.item())
+    assert 0.5 <= scales[1] / scales[0] <= 2

@@ -1,0 +1,252 @@
+"""What README and docs show runs, and what they name is there.
+
+Blocks that need ranks run in deepspeed_plugin/test_deepspeed_docs.py and distributed/test_sharded_docs.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from documented import PAGES, ROOT, Block, blocks, execute
+
+import mechanic_plugins
+from mechanic_plugins.core.tuner_state import empty_sums
+from mechanic_plugins.options import parameters
+
+pytestmark = pytest.mark.slow
+
+README = (ROOT / "README.md").read_text()
+HERE = [block for block in blocks("python") if not block.reason and not block.needs_ranks]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ python
+
+
+@pytest.mark.parametrize("block", HERE, ids=lambda block: block.place)
+@pytest.mark.filterwarnings("default")  # Lightning's and transformers' own
+def test_python_blocks_run_as_they_are_printed(block: Block) -> None:
+    """Each alone: a reader pastes one of them, not the page."""
+    assert "mechanic_plugins" in block.text
+    names = execute(block)
+    if "plain" in names:
+        assert type(names["plain"]) is torch.optim.AdamW
+    if "learned" in names:
+        assert 1e-5 < names["learned"] < 1
+
+
+def test_blocks_that_are_not_run_are_those_of_other_programs() -> None:
+    assert len(HERE) > 12
+    assert {block.page.name for block in blocks("python") if block.reason} == {"programs.md"}
+    assert blocks("py") + blocks("sh") + blocks("shell") == []
+
+
+# ------------------------------------------------------------------------------------------------ console
+
+SHORT = {
+    "python -m mechanic_plugins.demo": "--steps 20 --lrs 1e-2",
+    "python examples/benchmarks/optimizer_step.py": "--device cpu --shapes tiny --repeats 1",
+}
+"""The commands that run as they are printed, with what makes them short appended."""
+
+BY_OTHERS = {
+    "python examples/train_plain.py": "docs/test_examples_plain.py",
+    "python examples/train_lightning.py": "lightning/test_lightning_example.py",
+    "python examples/train_transformers.py": "hf/test_hf_example.py",
+}
+"""The commands that have a test of their own."""
+
+ELSEWHERE = {
+    "README.md": ["mechanic-run", "mechanic-run"],
+    "huggingface.md": ["mechanic-run", "python", "torchrun", "accelerate", "deepspeed"],
+    "deepspeed.md": ["torchrun", "python"],
+    "sharding.md": ["torchrun", "torchrun"],
+    "results.md": ["python", "python", "python"],
+    "CONTRIBUTING.md": ["python", "twine"],
+    "plot.md": ["python"],
+    "programs.md": [
+        "mechanic-run",
+        "python",
+        "litgpt",
+        "accelerate",
+        "mechanic-run",
+        "mechanic-run",
+        "mechanic-run",
+        "torchrun",
+        "python",
+        "mechanic-run",
+    ],
+    "runner.md": ["mechanic-run"],
+}
+"""What is marked as not run, by page: it needs ranks, hours or the network. The marks say which test stands in."""
+
+
+def commands(marked: bool) -> list[tuple[str, str]]:
+    """Page and command, comments and line breaks taken away."""
+    found = []
+    for block in blocks("console"):
+        if bool(block.reason) == marked:
+            joined = block.text.replace("\\\n", " ")
+            found += [(block.page.name, re.sub(r"\s+# .*", "", line).strip()) for line in joined.splitlines()]
+    return found
+
+
+def test_what_is_not_run_is_marked_and_listed() -> None:
+    programs: dict[str, list[str]] = {}
+    for page, command in commands(marked=True):
+        words = [word for word in command.split() if "=" not in word]
+        programs.setdefault(page, []).append(words[0])
+    assert programs == ELSEWHERE
+    for block in blocks("console"):
+        tests = re.findall(r"tests/\S+\.py", block.reason or "")
+        assert [test for test in tests if not (ROOT / test).exists()] == []
+
+
+def test_every_other_command_is_known() -> None:
+    others = {command for _, command in commands(marked=False)}
+    others = {command for command in others if not command.startswith(("pip install ", "make ", "git clone "))}
+    assert others == {*SHORT, *BY_OTHERS}
+    for command, test in BY_OTHERS.items():
+        assert Path(command).name in (ROOT / "tests" / test).read_text()
+
+
+@pytest.mark.parametrize("command", SHORT)
+@pytest.mark.filterwarnings("default")
+def test_commands_run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process: the frameworks are imported already."""
+    _, *words = shlex.split(f"{command} {SHORT[command]}")
+    monkeypatch.setattr(sys, "argv", words[words[0] == "-m" :])
+    try:
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__")
+        else:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    assert capsys.readouterr().out
+
+
+def test_make_targets_exist() -> None:
+    targets = {target for _, command in commands(marked=False) for target in re.findall(r"\bmake (\w+)$", command)}
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets == {"install", "demo", "test", "lint"}
+    assert [t for t in targets if not re.search(rf"^{t}:", makefile, flags=re.MULTILINE)] == []
+
+
+def test_extras_exist() -> None:
+    extras = re.search(
+        r"\[project\.optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.DOTALL
+    )
+    assert extras
+    known = set(re.findall(r"^([\w-]+) =", extras[1], flags=re.MULTILINE))
+    texts = "\n".join(page.read_text() for page in PAGES)
+    named = {
+        name
+        for names in re.findall(r"pip install '(?:mechanic-plugins|\.)\[([^\]]+)\]'", texts)
+        for name in names.split(",")
+    }
+    assert named
+    assert named <= known
+
+
+# ------------------------------------------------------------------------------------------------ what is named
+
+
+def test_readme_is_short_and_begins_with_two_commands() -> None:
+    assert len(README.splitlines()) <= 150
+    assert README.index("&& make demo\n") < README.index("\nmake test\n") < README.index("```python")
+
+
+def test_contributors_are_told_what_ci_runs() -> None:
+    ci = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
+    assert ci == ["make test", "make lint"]
+    assert "\n".join(ci) in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_no_page_speaks_of_what_is_gone() -> None:
+    gone = re.compile(r"total_steps|preset=|first_move|hindsight|smoothing|own_warmup|optimistic|\bTOO_SHORT\b")
+    assert [(page.name, gone.findall(text)) for page in PAGES if gone.search(text := page.read_text())] == []
+
+
+def test_the_version_is_the_changelogs_and_the_citations() -> None:
+    version = mechanic_plugins.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    first = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert first
+    assert first[1] in (version, "Unreleased")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    from_root = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+    assert [link for link in links if not (page.parent / from_root.get(link, link)).exists()] == []
+
+
+def test_every_page_is_in_the_navigation_and_in_the_readme() -> None:
+    names = {page.name for page in (ROOT / "docs").glob("*.md")}
+    navigation = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert navigation == names | {"contributing.md", "changelog.md"}
+    assert [name for name in names if f"(docs/{name})" not in README] == []
+
+
+def test_modules_and_scripts_exist() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        modules = set(re.findall(r"-m (mechanic_plugins\.\w+)", text))
+        assert [name for name in modules if importlib.util.find_spec(name) is None] == [], page
+        files = set(re.findall(r"(?<![\w/.-])((?:examples|tests|docs)/[\w/]+\.\w+)", text))
+        assert [file for file in files if not (ROOT / file).exists()] == [], page
+
+
+def test_the_rooms_of_the_house_are_where_contributors_are_sent() -> None:
+    named = set(re.findall(r"`((?:\w+/)?\w+(?:/|\.py))`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(named) > 12
+    inside = {name for name in named - {"site/"} if not (ROOT / name).exists()}
+    assert [name for name in inside if not (ROOT / "mechanic_plugins" / name).exists()] == []
+
+
+def test_the_repository_has_one_address() -> None:
+    address = re.search(r'^Homepage = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert address
+    assert f"repo_url: {address[1]}\n" in (ROOT / "mkdocs.yml").read_text()
+    assert f"repository-code: {address[1]}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"]({address[1]}/blob/main/" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_option_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert [option.name for option in parameters() if f"\n| `{option.name}` |" not in page] == []
+    tools = runpy.run_path(str(ROOT / "docs" / "options.py"))
+    assert tools["updated"](page) == page, "run python docs/options.py"
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_api_is_that_of_the_code() -> None:
+    tools = runpy.run_path(str(ROOT / "docs" / "api.py"))
+    assert tools["page"]() == tools["PAGE"].read_text(), "run python docs/api.py"
+    assert set(tools["PUBLIC"]["mechanic_plugins"]) == set(mechanic_plugins.__all__)
+
+
+def test_the_bytes_of_the_all_reduce_are_those_of_the_sums() -> None:
+    """Two pages said 48 bytes for each param group, which counts the number of gradients once too often."""
+    pages = {name: (ROOT / "docs" / name).read_text() for name in ("performance.md", "sharding.md")}
+    one, two = (empty_sums(tuners, torch.device("cpu")).nbytes for tuners in (1, 2))
+    each = two - one
+    for page in (*pages.values(), (ROOT / "README.md").read_text()):
+        assert f"one all-reduce of {one} bytes per step" in page
+    assert f'({one - each}, and {each} per param group, with `scope="group"`)' in pages["performance.md"]
+    assert f"{each} bytes per param group, plus {one - each}." in pages["sharding.md"]

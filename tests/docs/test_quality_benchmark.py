@@ -1,0 +1,279 @@
+"""The benchmark of tuning quality: every family in small, the queue, and the page that is made of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks" / "quality"
+ONE_OF_EACH_FAMILY = {
+    "convex": "iris, sgd",
+    "MLPs": "digits, adamw, MLP",
+    "separable": "wine, sgd, separable",
+    "regressions": "diabetes, adamw, regression",
+    "streams": "stream of digits, sgd",
+    "collapse": "collapse, lion, decay 0.1, constant",
+    "images": "digits, sgd",
+    "ResNet-18": "ResNet-18, sgd",
+    "VGG": "VGG, sgd",
+    "ViT": "ViT, adamw",
+    "diffusion": "diffusion, adamw",
+    "language": "sources, adamw, 3000 steps",
+    "language, 500 steps": "sources, adamw, 500 steps",
+    "language, 1000 steps": "sources, lion, 1000 steps",
+    "fine-tuning": "sources to sources, adamw",
+    "warm-ups": "sources, adamw, warm-up 4",
+    "trends": "sources, adamw, batch 16, width 16",
+    "GPT": "GPT, muon, 1500 steps",
+    "GPT-2": "GPT-2, adamw, 1500 steps",
+    "GPT tuned": "GPT tuned, adamw, 75 steps",
+    "GPT with LoRA": "GPT with LoRA, adamw, 200 steps",
+}
+OTHERS = ("collapse, random labels", "collapse, tied embeddings", "collapse, adam, decay 0.01, cosine", "digits, adamw")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmark_on_the_path() -> Iterator[None]:
+    """Its modules have names that any project may have: they leave with this file."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and str(FOLDER) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return module("training").Setup("smoke", None, None, "cpu", tmp_path_factory.mktemp("pretrained"))
+
+
+def trained(setup: Any, problem: str, method: str = "mechanic", *members: tuple[float, int]) -> list[dict[str, Any]]:
+    training = module("training")
+    records: list[dict[str, Any]] = training.run(training.Job(problem, method, members or ((1.0, 0),)), setup)
+    return json.loads(json.dumps(records))  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Muon computes in bfloat16, which not every CPU can
+@pytest.mark.parametrize("problem", [*ONE_OF_EACH_FAMILY.values(), *OTHERS])
+def test_every_family_trains(setup: Any, problem: str) -> None:
+    (record,) = trained(setup, problem)
+    assert min(record["losses"][-5:]) < record["losses"][0]  # batch norm's averages lag behind in runs this short
+    assert record["train_loss"] < 1e9
+    assert 0 <= record[record["measure"]] < 1e9
+    assert record["test_loss"] < 1e9
+
+
+def test_one_of_each_family_was_tried(setup: Any) -> None:
+    table, families = setup.problems(), module("catalogue").FAMILIES
+    assert {table[name].family for name in ONE_OF_EACH_FAMILY.values()} == set(ONE_OF_EACH_FAMILY)
+    assert set(ONE_OF_EACH_FAMILY) == {*families["cpu"], *families["gpu"]} == {p.family for p in table.values()}
+
+
+def test_every_sweep_of_adamw_has_the_learning_rate_of_those_who_do_not_tune(setup: Any) -> None:
+    swept = [p for p in setup.problems().values() if p.base == "adamw" and p.lrs]
+    assert len(swept) > 20
+    assert all(1e-3 in p.lrs for p in swept)
+
+
+def test_members_that_share_their_launches_train_as_they_would_alone(setup: Any) -> None:
+    together = trained(setup, "wine, sgd, separable", "sweep", (0.01, 0), (0.1, 1))
+    for record, member in zip(together, ((0.01, 0), (0.1, 1)), strict=True):
+        (alone,) = trained(setup, "wine, sgd, separable", "sweep", member)
+        for key in ("train_loss", "test_loss", "losses"):
+            assert record[key] == pytest.approx(alone[key], rel=1e-4)
+
+
+def test_lora_trains_only_what_it_adds(setup: Any) -> None:
+    import torch
+
+    (model,) = setup.problems()["GPT with LoRA, adamw, 75 steps"].build([0], torch.device("cpu")).members
+    names = {name.rsplit(".", 1)[1] for name, p in model.named_parameters() if p.requires_grad}
+    assert names == {"a", "b"}
+    optimizer = module("methods").METHODS["sweep"].build(setup.problems()["GPT, adamw, 1500 steps"], model, 1e-3)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 * 5
+
+
+def test_crop_and_flip_moves_each_picture_on_its_own() -> None:
+    import torch
+
+    pictures = torch.rand(3, 2, 8, 8)
+    rows = torch.arange(3).repeat(20)
+    found = module("pictures")._crop_and_flip(pictures, rows, torch.Generator().manual_seed(0))
+    padded = torch.nn.functional.pad(pictures, (4, 4, 4, 4))
+    views = torch.stack(
+        [
+            (padded if not flip else padded.flip(3))[:, :, down : down + 8, right : right + 8]
+            for flip in (False, True)
+            for down in range(9)
+            for right in range(9)
+        ]
+    )
+    shifts = [(views[:, row] == picture).flatten(1).all(1).nonzero() for row, picture in zip(rows, found, strict=True)]
+    assert all(len(which) for which in shifts)
+    assert len({int(which[0]) for which in shifts}) > 20
+
+
+def test_the_base_learning_rate_does_not_matter(setup: Any) -> None:
+    lrs = module("methods").METHODS["mechanic, other lrs"].lrs
+    losses = [record["train_loss"] for record in trained(setup, "iris, sgd", "mechanic", *((lr, 0) for lr in lrs))]
+    assert len(losses) == 3
+    assert max(losses) <= 1.005 * min(losses)
+
+
+# ------------------------------------------------------------------------------------------------ the queue
+
+
+Here = Callable[..., str]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """A script's main in this process, and what it prints."""
+
+    def here(script: str, *arguments: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        module(script).main()
+        return capsys.readouterr().out
+
+    return here
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quality") / "results.jsonl"
+    chosen = ("--only", "convex: iris", "GPT: GPT, adamw, 1500", "--seeds", "1", "--lrs", "1e-3", "1e-2")
+    command = [
+        sys.executable,
+        FOLDER / "run.py",
+        *chosen,
+        "--methods",
+        "mechanic",
+        "sweep",
+        "--jobs",
+        "2",
+        "--out",
+        path,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return path
+
+
+@pytest.mark.slow
+def test_what_is_done_is_not_done_again(results: Path, here: Here) -> None:
+    before = results.read_text()
+    chosen = ("--only", "convex: iris", "GPT: GPT, adamw, 1500", "--methods", "mechanic", "sweep")
+    more = here("run", *chosen, "--seeds", "2", "--lrs", "1e-3", "--time-limit", "0", "--out", results)
+    assert "6 jobs to run" in more  # of the second seed
+    assert "time is up: 6 jobs are left" in more
+    assert results.read_text() == before
+
+
+@pytest.mark.slow
+def test_the_page(results: Path, here: Here, tmp_path: Path) -> None:
+    here("report", results, "--out", tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "| convex | adamw | points | 1 |" in page
+    assert "| GPT | adamw | ratio | 1 |" in page
+    assert "AdamW at 1e-3, untuned" in page
+    assert "runs of Mechanic's defaults" in page
+    for picture in ("ratios.png", "learning_rates.png"):
+        assert picture in page
+        assert (tmp_path / picture).stat().st_size > 10_000
+
+
+def test_a_run_that_dies_is_reported(setup: Any) -> None:
+    queues, training = module("queues"), module("training")
+    result = queues._run(training.Job("no such problem", "mechanic", ((1.0, 0),)), setup)
+    assert isinstance(result, queues.Failure)
+    assert "no such problem" in result.traceback
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def record(method: str, seed: int, loss: float, *, error: float = 0.5, lr: float = 1.0, **more: Any) -> dict[str, Any]:
+    about = {"problem": "p", "family": "convex", "base": "sgd", "method": method, "lr": lr, "seed": seed}
+    return {**about, "measure": "test_error", "train_loss": loss, "test_loss": loss, "test_error": error, **more}
+
+
+def test_scores_are_taken_on_the_seeds_that_both_have_run() -> None:
+    """Seed 1 is harder for everybody: a method that was not run on it must look no better for that."""
+    sweep = [record("sweep", 0, 1.0, lr=0.1), record("sweep", 1, 3.0, lr=0.1), record("sweep", 0, 9.0, lr=1.0)]
+    ours = [record("mechanic", 0, 1.1), record("mechanic", 1, 3.0)]
+    changed = [record("mechanic but hindsight 1", 0, 1.2, error=0.6)]
+    results = module("results").Results([*sweep, *ours, *changed])
+    assert results.score("p", "mechanic", "train_loss") == pytest.approx(4.1 / 4.0)
+    assert results.methods() == ["mechanic"]
+    assert module("report").ablation_table(results).splitlines() == [
+        "| problem | default | hindsight 1 |",
+        "| --- | --- | --- |",
+        "| p | +0.00 | +10.00 |",
+    ]
+
+
+def test_zero_loss_is_compared_by_validation_and_a_failure_is_not_clipped() -> None:
+    sweep = [record("sweep", 0, 1e-8, error=0.1, lr=0.1), record("sweep", 0, 2e-5, error=0.2, lr=0.01)]
+    solved, collapsed = record("mechanic", 0, 9e-5, error=0.12), record("prodigy", 0, 2.3, error=0.9)
+    results = module("results").Results([*sweep, solved, collapsed])
+    assert results.score("p", "mechanic", "train_loss") is None
+    assert results.score("p", "mechanic", "test_error") == pytest.approx(2.0)
+    assert results.score("p", "prodigy", "train_loss") == pytest.approx(2.3e4)
+
+
+def test_validation_ranks_before_training_loss() -> None:
+    sweep = [record("sweep", 0, 1.0, error=0.1)]
+    better_trained, better_tested = record("mechanic", 0, 0.5, error=0.2), record("prodigy", 0, 2.0, error=0.15)
+    equal = record("d-adaptation", 0, 1.5, error=0.15)
+    results = module("results").Results([*sweep, better_trained, better_tested, equal])
+    assert results.methods() == ["d-adaptation", "prodigy", "mechanic"]
+
+
+def test_who_does_not_tune_stands_beside_the_sweep() -> None:
+    sweep = [record("sweep", 0, loss, error=loss / 10, lr=lr, base="adamw") for lr, loss in ((1e-3, 2.0), (1e-2, 1.0))]
+    results = module("results").Results(sweep)
+    assert results.methods() == ["AdamW at 1e-3, untuned"]
+    assert results.score("p", "AdamW at 1e-3, untuned", "test_error") == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({"loss": 1.2}, []),
+        ({"loss": 1.4}, ["training loss 1.4 against 1"]),
+        ({"loss": 0.9, "test_loss": 2.1}, ["test loss 2.1 against 1"]),
+        ({"loss": 1.0, "error": 0.52}, ["test error 2.0 points above the best"]),
+    ],
+)
+def test_failures_are_named(run: dict[str, float], said: list[str]) -> None:
+    sweep = record("sweep", 0, 1.0, family="collapse")
+    results = module("results").Results([sweep, record("mechanic", 0, **run, family="collapse")])  # type: ignore[arg-type]
+    assert [line.split(": ")[1] for line in module("report").failures(results)] == said
+
+
+def test_the_schedule_falls_to_nearly_zero() -> None:
+    training, task = module("training"), module("task")
+    problem = task.Problem("p", "f", "sgd", (), 100, lambda *_: None)
+    factors = training._factors(problem)
+    assert factors[4] == 1.0
+    assert factors[0] == pytest.approx(0.2)
+    assert 0 < factors[-1] < 1e-3
+    assert math.isclose(max(factors), 1.0)

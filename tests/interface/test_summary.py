@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from problems import perceptron, train
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from mechanic_plugins import demechanize, mechanize
+from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, remarks, report
+
+
+class Played:
+    """What a history reads of an optimizer, with scales given beforehand: the rule that learns them is not asked."""
+
+    def __init__(self, scales: list[float], lrs: list[float] | None = None, *, steps: int = 0) -> None:
+        self.history = ScaleHistory()
+        for index, scale in enumerate(scales):
+            self.scales = torch.tensor([scale], dtype=torch.float64)
+            self.lrs = [lrs[index] if lrs else 1.0]
+            self.tuner = type("Tuner", (), {"steps": torch.tensor(float(steps + index + 1))})
+            self.history.record(self)  # type: ignore[arg-type]
+
+
+def rise(steps: int, *, until: int, rate: float = 0.03, drift: float = 0.0) -> list[float]:
+    """The first step plays nothing; then a constant rate, then a drift."""
+    return [0.0] + [1e-3 * math.exp(rate * min(t, until) + drift * max(0, t - until)) for t in range(1, steps)]
+
+
+@pytest.mark.parametrize("steps", [10, 15, 20, 30, 100, 300, 1000, 5000])
+def test_a_rise_that_lasts_to_the_end_is_seen(steps: int) -> None:
+    assert is_still_rising(Played(rise(steps, until=steps)).history)
+
+
+def test_ten_steps_towards_a_far_target_are_still_rising() -> None:
+    """The jump of the first two steps hid every rise after it."""
+    model, history = perceptron(), ScaleHistory()
+    opt = mechanize(torch.optim.AdamW(model.parameters()))
+    for _ in range(10):
+        opt.zero_grad()
+        (model(torch.ones(4, 4)) - 1000).square().mean().backward()
+        opt.step()
+        history.record(opt)
+    assert STILL_RISING in remarks(opt, history)
+
+
+@pytest.mark.parametrize(("steps", "until"), [(100, 60), (300, 150), (1000, 300), (10_000, 300)])
+@pytest.mark.parametrize("drift", [0.0, 0.001, -0.001])
+def test_a_rise_that_has_ended_is_not_confused_with_a_drift(steps: int, until: int, drift: float) -> None:
+    assert not is_still_rising(Played(rise(steps, until=until, drift=drift)).history)
+
+
+def test_a_resumed_run_has_not_seen_the_rise() -> None:
+    scales = rise(400, until=0, drift=0.002)
+    assert is_still_rising(Played(scales).history)
+    assert not is_still_rising(Played(scales, steps=1).history)
+
+
+@pytest.mark.parametrize("scales", [[], [0.0], [0.0] * 50, [0.0, 1.0, 1.1, 1.2], [1.0] * 50])
+def test_too_little_to_tell(scales: list[float]) -> None:
+    assert not is_still_rising(Played(scales).history)
+
+
+def test_a_history_thins_out_and_stays_even() -> None:
+    history = Played([float(i) for i in range(5000)]).history
+    assert 256 <= len(history) < 512
+    spacing = {b[0] - a[0] for a, b in zip(history.lrs(), history.lrs()[1:], strict=False)}
+    assert spacing == {16.0}
+
+
+@pytest.mark.parametrize("limit", [0, 14, 17])
+def test_a_limit_that_cannot_be_halved_is_refused(limit: int) -> None:
+    with pytest.raises(ValueError, match=f"limit must be an even number >= 16, got {limit}"):
+        ScaleHistory(limit)
+
+
+class Trained:
+    """A run under a cosine that ends at 0."""
+
+    def __init__(self, steps: int, *, lrs: tuple[float, ...] = (0.1, 0.1, 0.2, 0.1)) -> None:
+        self.model, self.history = perceptron(), ScaleHistory()
+        groups = [{"params": [p], "lr": lr} for p, lr in zip(self.model.parameters(), lrs, strict=True)]
+        self.opt = mechanize(torch.optim.AdamW(groups, lr=0.1))
+        self.scheduler = CosineAnnealingLR(self.opt, steps)
+        for step in range(steps):
+            train(self.model, self.opt, 1, first=step)
+            self.history.record(self.opt)
+            self.scheduler.step()
+
+
+def test_there_is_one_learned_learning_rate() -> None:
+    """The report said 8.6e-07 where 0.15 had been in force: the schedule had ended."""
+    run = Trained(40)
+    learned = run.opt.learned_lr
+    assert run.opt.learned_lrs == pytest.approx([learned / 2, learned / 2, learned, learned / 2])
+    assert report(run.opt) == f"Mechanic learned a learning rate of {learned:.3g}, the largest of 4 param groups."
+    assert 0.2 < max(map(max, run.history.lrs())) / learned < 5
+
+
+def test_demechanize_after_a_finished_schedule() -> None:
+    """The lr was 0.0, and a new scheduler trained 100 steps at it."""
+    run = Trained(40)
+    learned = run.opt.learned_lrs
+    plain = demechanize(run.opt)
+    assert [group["lr"] for group in plain.param_groups] == pytest.approx(learned)
+    assert CosineAnnealingLR(plain, 10).base_lrs == pytest.approx(learned)
+
+
+def test_demechanize_after_a_schedule_set_by_hand() -> None:
+    model = perceptron()
+    opt = mechanize(torch.optim.SGD(model.parameters(), lr=0.5))
+    for step in range(20):
+        opt.param_groups[0]["lr"] = 0.5 * (1 - step / 19)
+        train(model, opt, 1, first=step)
+    learned = opt.learned_lr
+    assert demechanize(opt).param_groups[0]["lr"] == learned > 0
+
+
+def test_a_single_learning_rate_is_one_number() -> None:
+    run = Trained(10, lrs=(0.1,) * 4)
+    assert report(run.opt) == f"Mechanic learned a learning rate of {run.opt.learned_lr:.3g}."
+    assert remarks(run.opt, None) == []
+
+
+def test_nothing_learned_is_said() -> None:
+    opt = mechanize(torch.optim.SGD(perceptron().parameters(), lr=0.5))
+    assert "learned no learning rate" in report(opt)
+    assert remarks(opt, None) == remarks(opt, Played([0.0] * 60).history)
+    assert remarks(opt, None)[0].startswith("Mechanic made no step: optimizer.step() was replaced or never called")
+
+
+def test_a_run_that_skips_too_many_steps_and_still_rises_says_both() -> None:
+    run = Trained(10, lrs=(0.1,) * 4)
+    run.model.zero_grad()
+    for p in run.model.parameters():
+        p.grad = torch.full_like(p, math.nan)
+    with pytest.warns(UserWarning, match="not finite"):
+        run.opt.step()
+    rising = Played(rise(10, until=10)).history
+    assert remarks(run.opt, rising) == [
+        STILL_RISING,
+        "Mechanic skipped 1 of 11 steps, whose gradients were not finite or far larger than all before them.",
+    ]
+
+
+def test_recording_a_group_that_comes_later() -> None:
+    run = Trained(3)
+    extra = torch.ones(2, requires_grad=True)
+    run.opt.add_param_group({"params": [extra], "lr": 0.7, "name": "head"})
+    extra.grad = torch.ones(2)
+    run.opt.step()
+    run.history.record(run.opt)
+    assert len(run.history.lrs()[-1]) == len(run.opt.param_groups)

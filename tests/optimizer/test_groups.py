@@ -1,0 +1,322 @@
+"""Param groups: their names, the scale under "d", and a scale for each network."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import json
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from problems import backward, perceptron, train
+
+from mechanic_plugins import demechanize, mechanize, optim
+from mechanic_plugins.core.groups import names_of
+
+
+def two_groups(**options: Any) -> tuple[torch.nn.Sequential, Any]:
+    model = perceptron()
+    groups = [{"params": model[0].parameters(), "name": "body"}, {"params": model[2].parameters(), "name": "head"}]
+    return model, optim.AdamW(groups, scope="group", **options)
+
+
+# -------------------------------------------------------------------- "d"
+
+
+def test_d_is_the_scale_and_is_live() -> None:
+    model, opt = two_groups()
+    assert [group["d"] for group in opt.param_groups] == [0.0, 0.0]
+    for step in range(5):
+        backward(model, step)
+        opt.step()
+        assert [group["d"] for group in opt.param_groups] == opt.scales.tolist()
+    assert opt.param_groups[0]["d"] != opt.param_groups[1]["d"] > 0
+    assert opt.param_groups[1].get("d", 0.0) == opt.param_groups[1]["d"]
+    assert isinstance(opt.param_groups[0]["d"], float)
+    assert [g["d"] * g["lr"] for g in opt.param_groups] == opt.effective_lrs
+
+
+def test_d_is_no_entry() -> None:
+    model, opt = two_groups()
+    train(model, opt, 3)
+    group = opt.param_groups[0]
+    assert "d" not in {**group}
+    assert "d" not in group
+    for state in (opt.state_dict(), opt.base.state_dict()):
+        assert all(type(each) is dict and "d" not in each for each in state["param_groups"])
+    for twin in (copy.copy(group), copy.deepcopy(group), pickle.loads(pickle.dumps(group)), dict(group)):
+        assert type(twin) is dict
+        assert "d" not in twin
+    assert "d" not in json.loads(json.dumps({k: v for k, v in group.items() if k != "params"}))
+    with pytest.raises(KeyError, match="'e'"):
+        group["e"]
+    assert group.get("e", 3) == 3
+
+
+def test_d_survives_what_replaces_the_groups() -> None:
+    model, opt = two_groups()
+    train(model, opt, 5)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert opt.param_groups[1]["d"] == opt.scales[1].item() > 0
+    opt.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
+    assert [group["d"] for group in opt.param_groups] == [*opt.scales[:2].tolist(), 0.0]
+    for twin in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        train(model, opt, 1)  # each has its own
+        assert [group["d"] for group in twin.param_groups] == twin.scales.tolist() != opt.scales.tolist()
+    again = mechanize(opt.base, scope="group")
+    assert [group["d"] for group in again.param_groups] == again.scales.tolist()
+
+
+def test_a_base_with_a_d_keeps_it() -> None:
+    opt = optim.Adafactor(perceptron().parameters(), d=2.0)
+    assert opt.param_groups[0]["d"] == 2.0
+    assert opt.state_dict()["param_groups"][0]["d"] == 2.0
+
+
+def test_without_mechanic_there_is_no_d() -> None:
+    model, opt = two_groups()
+    train(model, opt, 5)
+    plain = demechanize(opt)
+    with pytest.raises(KeyError):
+        plain.param_groups[0]["d"]
+
+
+def test_d_keeps_nobody_alive() -> None:
+    """A model on a GPU is to be freed at once, not when the collector comes by."""
+    gc.disable()
+    try:
+        opt = optim.SGD([torch.zeros(2, requires_grad=True)])
+        gone = weakref.ref(opt)
+        groups = opt.param_groups
+        del opt
+        assert gone() is None
+        assert groups[0].get("d") is None
+    finally:
+        gc.enable()
+
+
+def test_the_average_learning_rate_counts_weights() -> None:
+    model, opt = two_groups(lr=0.5)
+    train(model, opt, 5)
+    body, head = opt.effective_lrs
+    assert opt.get_avg_learning_rate() == pytest.approx((40 * body + 27 * head) / 67, rel=1e-12)
+    assert optim.SGD([{"params": []}]).get_avg_learning_rate() == 0.0
+
+
+# -------------------------------------------------------------------- names
+
+
+def test_groups_go_by_their_names() -> None:
+    model, opt = two_groups()
+    train(model, opt, 5)
+    metrics = opt.metrics()
+    assert metrics["mechanic/scale/body"] == opt.scales[0].item()
+    assert metrics["mechanic/effective_lr/head"] == opt.effective_lrs[1]
+
+
+def test_a_name_that_two_have_tells_nobody_which() -> None:
+    assert names_of([{"name": "a"}, {"name": "b"}, {}, {"name": "a"}]) == ["pg1", "b", "pg3", "pg4"]
+
+
+# -------------------------------------------------------------------- a scale for each network
+
+
+def backbone_and_head() -> tuple[torch.nn.Sequential, list[dict[str, Any]]]:
+    model = perceptron()
+    groups = [
+        {"params": model[0].parameters(), "name": "backbone"},
+        {"params": [], "name": "adapter"},
+        {"params": model[2].parameters(), "name": "head"},
+    ]
+    return model, groups
+
+
+@pytest.mark.slow
+def test_a_frozen_network_learns_when_it_is_thawed() -> None:
+    model, groups = backbone_and_head()
+    model[0].requires_grad_(False)
+    opt = optim.AdamW(groups, scope="group")
+    before = model[0].weight.clone()
+    losses = train(model, opt, 60)
+    backbone, adapter, head = opt.scales.tolist()
+    assert head > 0
+    assert (backbone, adapter) == (0.0, 0.0)
+    assert torch.equal(model[0].weight, before)
+    model[0].requires_grad_(True)
+    losses += train(model, opt, 300, first=60)
+    assert opt.scales[0] > 0
+    assert opt.scales[1] == 0
+    assert not torch.equal(model[0].weight, before)
+    assert sum(losses[-40:]) < sum(losses[20:60])  # the batches are small
+
+
+def test_leaving_with_groups_that_never_moved() -> None:
+    model, groups = backbone_and_head()
+    model[0].requires_grad_(False)
+    opt = optim.AdamW(groups, scope="group", lr=0.5)
+    train(model, opt, 30)
+    head = opt.learned_lrs[2]
+    plain = demechanize(opt)
+    assert [group["lr"] for group in plain.param_groups] == pytest.approx([head] * 3)  # the smallest that was learned
+    assert [group["name"] for group in plain.param_groups] == ["backbone", "adapter", "head"]
+    model[0].requires_grad_(True)
+    assert train(model, plain, 20, first=30)[-1] < 1.1
+
+
+def test_a_frozen_networks_scale_does_not_touch_the_others() -> None:
+    """As if the head were all there is."""
+    models = perceptron(), perceptron()
+    for model in models:
+        model[0].requires_grad_(False)
+    opt = optim.AdamW([{"params": m.parameters()} for m in (models[0][0], models[0][2])], scope="group")
+    alone = optim.AdamW(models[1][2].parameters())
+    train(models[0], opt, 20)
+    train(models[1], alone, 20)
+    assert opt.scales[1] == alone.scale
+    assert torch.equal(models[0][2].weight, models[1][2].weight)
+
+
+@pytest.mark.slow
+def test_lightning_with_groups_that_never_moved() -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    from mechanic_plugins.lightning import Mechanic
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.groups = backbone_and_head()
+            self.net[0].requires_grad_(False)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(index))
+            return torch.nn.functional.cross_entropy(self.net(x), (x[:, :3]).argmax(1))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.groups)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(range(100))
+
+    module, callback = Module(), Mechanic(scope="group")
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=callback, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, on workers
+        trainer.fit(module)
+    logged = trainer.callback_metrics
+    assert logged["mechanic/scale/head"] > 0
+    assert logged["mechanic/scale/backbone"] == logged["mechanic/scale/adapter"] == 0
+    plain = demechanize(callback.optimizers[0])
+    assert min(group["lr"] for group in plain.param_groups) > 0
+
+
+def diffusion() -> tuple[Any, Any, Any]:
+    """A text encoder, a denoiser that is conditioned on it, and the loss of a batch."""
+    torch.manual_seed(0)
+    text_encoder = torch.nn.Sequential(torch.nn.Embedding(8, 16), torch.nn.Linear(16, 16))
+    unet = torch.nn.Sequential(torch.nn.Linear(16 + 4, 64), torch.nn.SiLU(), torch.nn.Linear(64, 4))
+    pictures = torch.randn(8, 4)
+
+    def loss(step: int) -> Any:
+        generator = torch.Generator().manual_seed(step)
+        words = torch.randint(8, (64,), generator=generator)
+        noise, share = torch.randn(64, 4, generator=generator), torch.rand(64, 1, generator=generator)
+        noisy = share * noise + (1 - share) * pictures[words]
+        return torch.nn.functional.mse_loss(unet(torch.cat([noisy, text_encoder(words)], 1)), noise)
+
+    return text_encoder, unet, loss
+
+
+@pytest.mark.slow
+def test_a_text_encoder_and_a_unet() -> None:
+    """As sd-scripts groups them, `stop_text_encoder_training` included."""
+    text_encoder, unet, loss = diffusion()
+    groups = [{"params": part.parameters(), "lr": lr} for part, lr in ((text_encoder, 0.5), (unet, 1.0))]
+    opt = optim.AdamW(groups, lr=1.0, scope="group")
+    losses = []
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            opt.zero_grad()
+            found = loss(step)
+            found.backward()
+            opt.step()
+            losses.append(float(found.detach()))
+
+    steps(0, 250)
+    scales = opt.scales.tolist()
+    assert 0 < scales[0] != scales[1] > 0
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
+    text_encoder.requires_grad_(False)
+    stopped = copy.deepcopy(text_encoder.state_dict())
+    steps(250, 400)
+    assert all(torch.equal(stopped[name], weight) for name, weight in text_encoder.state_dict().items())
+    kept, moving = opt.scales.tolist()
+    assert kept == pytest.approx(scales[0], rel=0.2)  # the average catches up, and short memories fade
+    assert moving != scales[1]
+    assert sum(losses[350:]) < sum(losses[200:250])
+    steps(400, 410)
+    assert opt.scales[0] == pytest.approx(kept, rel=1e-2)
+    learned = opt.learned_lrs
+    assert [group["lr"] for group in demechanize(opt).param_groups] == pytest.approx(learned)
+
+
+# -------------------------------------------------------------------- against a sweep of pairs
+
+
+@functools.cache
+def pretrained() -> tuple[Any, Any, Any]:
+    """The digits, a body that has learned five of them, and where the random numbers stood then."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    x, y = (torch.tensor(part) for part in datasets.load_digits(return_X_y=True))
+    x = (x / 16).float()
+    torch.manual_seed(0)
+    body = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU())
+    optimized(body, torch.nn.Linear(64, 5), x[y < 5], y[y < 5], lambda *parts: plain_pair(*parts, 1e-3, 1e-3), 100)
+    return (x[y >= 5], y[y >= 5] - 5), body, torch.get_rng_state()
+
+
+def fine_tuned(build: Any, steps: int = 200) -> tuple[float, Any]:
+    """The training loss on the five other digits, of that body and a new head."""
+    digits, body, random = pretrained()
+    torch.set_rng_state(random)
+    return optimized(copy.deepcopy(body), torch.nn.Linear(64, 5), *digits, build, steps)
+
+
+def optimized(body: Any, head: Any, x: Any, y: Any, build: Any, steps: int) -> tuple[float, Any]:
+    opt, model = build(body, head), torch.nn.Sequential(body, head)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, steps)
+    for _ in range(steps):
+        rows = torch.randint(len(x), (32,))
+        opt.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        opt.step()
+        scheduler.step()
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(model(x), y)), opt
+
+
+def pair(body: Any, head: Any, *lrs: float) -> list[dict[str, Any]]:
+    return [{"params": part.parameters(), "lr": lr} for part, lr in zip((body, head), lrs, strict=True)]
+
+
+def plain_pair(body: Any, head: Any, *lrs: float) -> Any:
+    return torch.optim.AdamW(pair(body, head, *lrs))
+
+
+@pytest.mark.slow
+def test_a_scale_for_each_network_is_as_good_as_the_best_pair() -> None:
+    """And the pair that was written down does not matter."""
+    best, _ = fine_tuned(lambda body, head: plain_pair(body, head, 1e-2, 1e-1))  # of every pair of decades
+    found = []
+    for lrs in ((1.0, 1.0), (1.0, 10.0), (0.1, 1e-3)):
+        loss, opt = fine_tuned(lambda body, head, lrs=lrs: optim.AdamW(pair(body, head, *lrs), scope="group"))
+        assert loss < best + 0.02
+        found.append((loss, *(s * lr for s, lr in zip(opt.scales.tolist(), lrs, strict=True))))
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+    assert found[2] == pytest.approx(found[0], rel=0.02)
