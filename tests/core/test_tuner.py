@@ -223,7 +223,7 @@ def test_a_walk_that_goes_all_ways_keeps_the_scale() -> None:
     for way in (0.5, 1.0):
         rows = [played([FIRST, STEPS[0]])]
         once, length, travelled = rows[0].played, rows[0].length, 0.0
-        for n in range(400):
+        for _ in range(400):
             travelled += rows[0].played ** (1 / way)
             step(rows, (0.0, 1.0, 9.0, 0.0, (length * travelled**way) ** 2, 0.0))
         scales[way] = rows[0].played / once

@@ -16,10 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mechanic_plugins import mechanize
+from mechanic_plugins.core import relative
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.muon import MuonWithAdamW
 
-__all__ = ["METHODS", "Method"]
+__all__ = ["METHODS", "USUAL", "Method"]
 
 Build = Callable[[Problem, nn.Module, float], Optimizer]
 _CLASSES: dict[str, type[Optimizer]] = {
@@ -80,6 +81,20 @@ def mechanic(*lrs: float, **options: Any) -> Method:
     return Method(build, lrs or (1.0,))
 
 
+_NUMBERS = {name: getattr(relative, name) for name in ("PRIOR", "GAIN", "ADVERSE", "DOUBT", "MEMORY")}
+
+
+def ablated(number: str, factor: float) -> Method:
+    """Mechanic with one number of its rule multiplied. A process trains by one method at a time."""
+
+    def build(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
+        for name, value in _NUMBERS.items():
+            setattr(relative, name, value * factor if name == number else value)
+        return mechanize(base_optimizer(problem, member, lr))
+
+    return Method(build)
+
+
 def _mechanic_pytorch(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
     from mechanic_pytorch import mechanize as theirs
 
@@ -119,7 +134,7 @@ def _schedule_free(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
 
 METHODS: dict[str, Method] = {
     "sweep": Method(base_optimizer, None),
-    "mechanic": mechanic(),
+    "mechanic": ablated("", 1.0),
     "mechanic, other lrs": mechanic(1e-6, 1e-3, 10.0),
     "mechanic but bfloat16 delta": mechanic(delta_dtype=torch.bfloat16),
     "mechanic, rule paper": mechanic(rule="paper"),
@@ -130,3 +145,7 @@ METHODS: dict[str, Method] = {
         _schedule_free, (0.0025,), package="schedulefree", bases=("adamw",), schedule=False
     ),
 }
+USUAL = tuple(METHODS)
+"""What a run compares if it is not told."""
+METHODS |= {f"mechanic, {name} x{factor:g}": ablated(name, factor) for name in _NUMBERS for factor in (0.5, 2.0)}
+METHODS |= {f"mechanic, {name} x0": ablated(name, 0.0) for name in ("GAIN", "ADVERSE", "MEMORY")}

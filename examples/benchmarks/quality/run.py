@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from catalogue import FAMILIES
-from methods import METHODS, Method
+from methods import METHODS, USUAL, Method
 from queues import Failure, finished
 from task import Problem
 from training import Job, Setup
@@ -30,7 +30,7 @@ def main() -> None:
     cache = arguments.cache or arguments.out.parent / "pretrained"
     setup = Setup(arguments.size, arguments.data, arguments.encoder, arguments.device, cache)
     table = {name: p for name, p in setup.problems().items() if _is_chosen(p, arguments.only)}
-    chosen = {name: METHODS[name] for name in arguments.methods or METHODS}
+    chosen = {name: METHODS[name] for name in arguments.methods or USUAL}
     jobs = _missing(table, chosen, seeds=range(arguments.seeds), lrs=arguments.lrs, done=_done(arguments.out))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     print(f"{len(jobs)} jobs to run", flush=True)
