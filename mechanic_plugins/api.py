@@ -114,14 +114,14 @@ def demechanize(optimizer: Any) -> Optimizer:
     """
     mechanic = unwrap(optimizer)
     groups = mechanic.param_groups
-    peaks = [peak_lr(group) or 1.0 for group in groups]
+    peaks, lrs = [peak_lr(group) or 1.0 for group in groups], mechanic.learned_lrs
     try:
-        scales = filled([learned / peak for learned, peak in zip(mechanic.learned_lrs, peaks, strict=True)])
+        scales = filled([lr / peak for lr, peak in zip(lrs, peaks, strict=True)])
     except ValueError as error:
         raise RuntimeError(f"{error}: the learning rate would be 0. Train a few steps before demechanize().") from error
-    for group, scale, peak in zip(groups, scales, peaks, strict=True):
+    for group, lr, scale, peak in zip(groups, lrs, scales, peaks, strict=True):
         if group.get("lr") is not None:
-            group["lr"] = group["lr"] * 0 + scale * peak  # a tensor stays one
+            group["lr"] = group["lr"] * 0 + (lr or scale * peak)  # a tensor stays one
             group.pop("initial_lr", None)  # a new scheduler starts at lr
     checkpoint.strip(groups, mechanic.state)
     release(groups)

@@ -58,7 +58,7 @@ def with_scaled_gradients(vector: Tensor, factor: Tensor) -> Tensor:
 class TunerState:
     """All tuners, and how many steps were made and skipped: in floats where the host decides, or in a GPU's memory.
 
-    Never changed: a step puts another one in its place. What is read in the other form is converted, and kept.
+    Never changed: a step puts another one in its place. What is read in the other form is converted.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class TunerState:
         """Of `rows` and `counts`, or of `flat`, which has the numbers of all rows and the two counts."""
         self.n, self.device = n, device
         self._rows, self._counts, self._flat = rows, counts, flat
+        self._is_on_device = rows is None
 
     @property
     def width(self) -> int:
@@ -81,12 +82,12 @@ class TunerState:
 
     @property
     def rows(self) -> list[Row]:
-        """Waits for the device, if that has them."""
-        if self._rows is None:
-            assert self._flat is not None
-            *numbers, steps, skipped = self._flat.tolist()
+        """Waits for the device, if that has them. A CUDA graph may write them over: they are read anew each time."""
+        if self._is_on_device:
+            *numbers, steps, skipped = self.flat.tolist()
             self._rows = [Row.of(numbers[at : at + self.width]) for at in range(0, len(numbers), self.width)]
             self._counts = steps, skipped
+        assert self._rows is not None
         return self._rows
 
     @property
@@ -98,7 +99,8 @@ class TunerState:
     def flat(self) -> Tensor:
         """On the device, in float64."""
         if self._flat is None:
-            numbers = [number for row in self.rows for number in row.numbers()]
+            assert self._rows is not None
+            numbers = [number for row in self._rows for number in row.numbers()]
             self._flat = torch.tensor([*numbers, *self._counts], dtype=torch.float64, device=self.device)
         return self._flat
 
@@ -133,9 +135,7 @@ class TunerState:
         return TunerState(self.n, self.device, flat=flat)
 
     def __len__(self) -> int:
-        if self._rows is not None:
-            return len(self._rows)
-        return (len(self.flat) - 2) // self.width
+        return (len(self.flat) - 2) // self.width if self._rows is None else len(self._rows)
 
 
 def initial_state(settings: Settings, *, tuners: int, device: torch.device) -> TunerState:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from mechanic_plugins.kernels.cuda import Habit, captured, is_capturing
 from mechanic_plugins.kernels.table import Mailbox
 from mechanic_plugins.optimizer.tuning import Inputs, Tuning
 from mechanic_plugins.passes.fused import FusedPlan
+from mechanic_plugins.passes.plan import Plan
 
 __all__ = ["Recorder", "Recording"]
 
@@ -36,10 +38,10 @@ class Recorder:
         self._can_record = True
 
     def find(
-        self, plan: FusedPlan, progress: Progress, *, max_grad_norm: float | None, spans_ranks: bool
+        self, plan: Plan, progress: Progress, *, max_grad_norm: float | None, spans_ranks: bool
     ) -> Recording | None:
         """The recording that makes this step, ready to be played; None where the launches have to be made."""
-        if not (self._can_record and _is_on_one_gpu(plan, progress)):
+        if not (self._can_record and isinstance(plan, FusedPlan) and _is_on_one_gpu(plan, progress)):
             return None
         inputs, unit = self._tuning.inputs(progress, ()), self._tuning.units.of_scale(progress)
         lrs = _numbers([*inputs.lrs, *(batch.group["lr"] for batch in plan.fused)])
@@ -99,7 +101,7 @@ class Recording:
         max_grad_norm: float | None,
         spans_ranks: bool,
     ) -> None:
-        self.key = key
+        self.key, self._plan = key, weakref.ref(plan)
         device, tuners = progress.tuner.device, len(inputs.lrs)
         self._row = progress.tuner.flat.clone()
         """The tuner: a graph reads and writes it here."""
@@ -133,13 +135,16 @@ class Recording:
         return self._sums
 
     def play(self, sums: Tensor, progress: Progress) -> None:
-        """Decides and moves. The plan is to be told that this step is finished."""
+        """Decides and moves."""
         if sums is not self._sums:
             self._sums.copy_(sums)
         if progress.tuner.flat is not self._row:
             self._row.copy_(progress.tuner.flat)
         self._after.replay()
         progress.tuner = progress.tuner.with_flat(self._row)
+        plan = self._plan()
+        assert plan is not None
+        plan.finish()
 
 
 def _is_on_one_gpu(plan: FusedPlan, progress: Progress) -> bool:

@@ -33,7 +33,6 @@ from mechanic_plugins.optimizer.overlaps import refuse_overlaps
 from mechanic_plugins.optimizer.recording import Recorder
 from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
 from mechanic_plugins.optimizer.tuning import Tuning, has_lr_zero
-from mechanic_plugins.passes.fused import FusedPlan
 from mechanic_plugins.passes.masters import are_usable
 from mechanic_plugins.passes.plan import Closure, Decision, Entry, Part, Plan, Sums, add_sizes, batches_of_parts
 
@@ -93,8 +92,8 @@ class MechanicOptimizer(Freezing):
         if self._decision is not None:
             return plan.apply(self._decision, unit=self._units.of_scale(progress), closure=closure)
         reduction = self._counting(params).reduction
-        if isinstance(plan, FusedPlan):
-            return self._train_on_device(plan, progress, reduction)
+        if plan.decides_on_device():
+            return self._train_on_device(plan, progress, reduction, closure)
         sums = self._reduced(self._sums(plan, progress), reduction)
         if self._was_false_start(sums, progress):
             self._forget_start(progress)
@@ -110,7 +109,7 @@ class MechanicOptimizer(Freezing):
                 progress.tuner = before
             raise
 
-    def _train_on_device(self, plan: FusedPlan, progress: Progress, reduction: Reduction) -> None:
+    def _train_on_device(self, plan: Plan, progress: Progress, reduction: Reduction, closure: Closure | None) -> Any:
         """The same without waiting for it."""
         recording = self._recorder.find(
             plan, progress, max_grad_norm=self.max_grad_norm, spans_ranks=reduction.spans_ranks
@@ -121,12 +120,12 @@ class MechanicOptimizer(Freezing):
         self._note_lrs()
         if recording is not None:
             recording.play(sums, progress)
-            plan.finish()
-            return
+            return None
         decision = self._tuning.by_kernel(sums, progress, self.max_grad_norm)
-        plan.apply(decision, unit=self._units.of_scale(progress), closure=None)
+        result = plan.apply(decision, unit=self._units.of_scale(progress), closure=closure)
         if sums.device.type == "cpu" and not decision.applied and progress.tuner.counts[1] > 0:
             self._warn_of_skips(progress)
+        return result
 
     def _plan(self, progress: Progress, params: Sequence[Tensor]) -> Plan:
         if progress.released:

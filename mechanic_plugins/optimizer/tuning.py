@@ -68,6 +68,8 @@ class Tuning:
                 row.longest = norm
         steps, skipped = state.counts
         progress.tuner = state.with_rows(rows, (steps + outcome.applied, skipped + outcome.skipped))
+        if state.device.type == "cuda":  # the next step may be captured, and must find them there
+            self._constants_on(progress.tuner.flat.device, inputs.settings, max_grad_norm)
         return Decision(outcome.applied, outcome.befores, outcome.afters, outcome.clip)
 
     def can_leave_to_device(self, progress: Progress) -> bool:
@@ -100,18 +102,22 @@ class Tuning:
         max_grad_norm: float | None,
     ) -> tuple[TunerState, Tensor]:
         """See `gpu_tuner.launch`."""
-        key = gpu_tuner.constants_of(inputs.settings, max_grad_norm), sums.device
-        if key not in self._constants:  # copied to the device once
-            self._constants[key] = torch.tensor(key[0], dtype=torch.float64, device=sums.device)
         return gpu_tuner.launch(
             state,
             sums,
             settings=inputs.settings,
-            constants=self._constants[key],
+            constants=self._constants_on(sums.device, inputs.settings, max_grad_norm),
             lrs=lrs,
             hold=inputs.hold,
             max_grad_norm=max_grad_norm,
         )
+
+    def _constants_on(self, device: torch.device, settings: Settings, max_grad_norm: float | None) -> Tensor:
+        """Copied to the device once."""
+        key = gpu_tuner.constants_of(settings, max_grad_norm), device
+        if key not in self._constants:
+            self._constants[key] = torch.tensor(key[0], dtype=torch.float64, device=device)
+        return self._constants[key]
 
     def inputs(self, progress: Progress, rows: Sequence[Row]) -> Inputs:
         """Fixes the unit, if it is time for it, and looks at the learning rates."""

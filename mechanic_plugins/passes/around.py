@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import MASTER, REF, is_16_bit
+from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.passes import masters
 from mechanic_plugins.passes.base_step import BaseStep, is_discarded, warn_of_own_iterates
@@ -43,8 +45,12 @@ class AroundBase(Plan):
         *,
         may_fuse: bool = False,
         by_kernels: bool = False,
+        has_begun: bool = False,
     ) -> None:
-        """`tuner_of` has an index for each param group. `by_kernels`: Triton may take the sums."""
+        """`tuner_of` has an index for each param group.
+
+        `by_kernels`: Triton may take the sums. `has_begun`: a kernel may decide.
+        """
         super().__init__(base, entries, REF)
         self.slots, self._tuner_of = slots, tuner_of
         self._step_base = BaseStep(
@@ -54,10 +60,23 @@ class AroundBase(Plan):
         coarse = [p for p in self.params if is_16_bit(p.dtype)]
         self._uses_masters = bool(coarse) and masters.are_usable(base, coarse)
         for batch in self.batches if self._uses_masters else ():
-            wides = [base.state.get(p, {}).get(MASTER) for p in batch.params]
-            batch.wides = wides if all(wide is not None for wide in wides) else None
+            if is_16_bit(batch.params[0].dtype):
+                wides = [base.state.get(p, {}).get(MASTER) for p in batch.params]
+                batch.wides = wides if all(wide is not None for wide in wides) else None
+                self.is_complete = self.is_complete and batch.wides is not None
         for batch in self.batches if by_kernels else ():
             batch.use_kernels()
+        self._has_begun = has_begun and by_kernels and self.is_complete and self._is_linear
+
+    def decides_on_device(self) -> bool:
+        can_be_told = self._has_begun and known_bases.skips_on_found_inf(self.base, self.params)
+        return can_be_told and all(batch.can_use_kernels() for batch in self.batches)
+
+    def device_sums(self, tuners: int, device: torch.device) -> Tensor:
+        out = empty_sums(tuners, device)
+        for batch in self.batches:
+            batch.add_device_sums(out)
+        return out
 
     # ---------------------------------------------------------------- the step
 
@@ -73,8 +92,10 @@ class AroundBase(Plan):
 
     def _step_at_scale(self, decision: Decision, unit: float, closure: Closure | None) -> Any:
         starts, lent = self._starts(decision), self._lent()
-        groups = self.base.param_groups
-        lrs = [group["lr"] * (decision.afters[i] / unit) for group, i in zip(groups, self._tuner_of, strict=True)]
+        groups, afters = self.base.param_groups, decision.afters
+        lrs = [group["lr"] * (afters[i] / unit) for group, i in zip(groups, self._tuner_of, strict=True)]
+        if isinstance(afters, Tensor):
+            lrs = [lr.float() for lr in lrs]  # as torch's fused kernels read it
         try:
             result = self._step_with(lent, lrs, decision, closure)
         except BaseException:

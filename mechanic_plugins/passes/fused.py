@@ -193,7 +193,6 @@ class FusedBatch:
 class FusedPlan(Plan):
     """Good for tuners that have begun, and for parameters that have all of their state."""
 
-    decides_on_device = True
     recording: object = None
     """The launches as CUDA graphs: see `mechanic_plugins.optimizer.recording`."""
 
@@ -210,6 +209,9 @@ class FusedPlan(Plan):
 
     def is_current(self) -> bool:
         return can_fuse(self.base) and super().is_current() and all(batch.is_current() for batch in self.fused)
+
+    def decides_on_device(self) -> bool:
+        return True
 
     def device_sums(self, tuners: int, device: torch.device) -> Tensor:
         """As `sums`, on the device."""

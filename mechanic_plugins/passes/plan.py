@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,7 +116,10 @@ class Batch:
 
         `is_waiting`: the refs are the differences themselves.
         """
-        if self._kernels is not None and not (is_waiting or with_xx) and self._by_kernels(out):
+        if self._kernels is not None and not (is_waiting or with_xx) and self.can_use_kernels():
+            vector = empty_sums((len(out) - 1) // len(SUMS), self.device)
+            self.add_device_sums(vector)
+            out[:] = map(operator.add, out, vector.tolist())
             return
         xs, grads = self.xs(), self.grads()
         refs = [local(ref) for ref in self.refs] if self.refs and self.is_sharded else self.refs
@@ -151,22 +154,20 @@ class Batch:
         kept = [self.refs[0], self.refs[-1], *(self.wides or [])[:1]]
         return [local(each).data_ptr() for each in kept]
 
-    def _by_kernels(self, out: Sums) -> bool:
-        if self._kernels is not None and self._places != self._places_now():
-            self.use_kernels()
-        xs = [local(p) for p in self.params]
-        if self._kernels is None or not self._kernels.refresh_pointers(xs, self.grads()):
+    def can_use_kernels(self) -> bool:
+        """Whether Triton can take the sums in this step."""
+        if self._kernels is None:
             return False
-        vector = empty_sums((len(out) - 1) // len(SUMS), self.device)
+        if self._places != self._places_now():
+            self.use_kernels()
+        return self._kernels.refresh_pointers([local(p) for p in self.params], self.grads())
+
+    def add_device_sums(self, out: Tensor) -> None:
+        """As `add_sums`, by Triton, after `can_use_kernels`."""
+        assert self._kernels is not None
         self._kernels.add_sums(
-            vector,
-            tuner_index=self.tuner_index,
-            weight=self.weight,
-            maximize=self.sign < 0,
-            penalty=self.penalty,
+            out, tuner_index=self.tuner_index, weight=self.weight, maximize=self.sign < 0, penalty=self.penalty
         )
-        out[:] = map(operator.add, out, vector.tolist())
-        return True
 
     def _of(self, dots: Dots, xs: Any, refs: Any, grads: Any, wanted: dict[str, bool]) -> Sums:
         if self.is_complex:
@@ -269,8 +270,6 @@ def add_sizes(batches: Iterable[Batch], out: Sums, new: Mapping[int, bool]) -> N
 class Plan:
     """A way of making the steps of one optimizer, good as long as its parameters and their state stay the same."""
 
-    decides_on_device: ClassVar[bool] = False
-
     def __init__(self, base: Optimizer, entries: Sequence[Entry], slot: str) -> None:
         """`slot` names what of a parameter's state the sums are taken of."""
         self.base, self.entries, self.slot = base, list(entries), slot
@@ -317,6 +316,14 @@ class Plan:
         for batch in self.batches:
             batch.add_sums(out, is_waiting=waiting[batch.tuner_index], with_dx=False, with_xx=False)
         return out
+
+    def decides_on_device(self) -> bool:
+        """Whether this step's base can be told on the device what was decided there."""
+        return False
+
+    def device_sums(self, tuners: int, device: torch.device) -> Tensor:
+        """As `sums`, on the device, where that decides."""
+        raise NotImplementedError
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None) -> Any:
         """Moves the weights as decided; returns what the base returned."""

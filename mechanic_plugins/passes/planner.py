@@ -77,7 +77,15 @@ class Planner:
         if self._can_fuse(entries) and has_begun and self._has_slots(entries):
             return FusedPlan(self.base, entries)
         by_kernels = self.backend != "foreach"
-        return AroundBase(self.base, entries, tuner_of, self.slots, may_fuse=may_fuse, by_kernels=by_kernels)
+        return AroundBase(
+            self.base,
+            entries,
+            tuner_of,
+            self.slots,
+            may_fuse=may_fuse,
+            by_kernels=by_kernels,
+            has_begun=has_begun,
+        )
 
     def _has_slots(self, entries: Sequence[Entry]) -> bool:
         return self.slots.are_complete(self.base.state, [entry.param for entry in entries])

@@ -281,3 +281,43 @@ def test_loading_plain_starts_afresh() -> None:
         assert not [key for entry in opt.state_dict()["state"].values() for key in entry if key.startswith("mechanic_")]
     assert set(opt.param_groups[0]) == keys
     assert opt.scale.item() == opt.metrics()["mechanic/steps"] == 0
+
+
+# ------------------------------------------------------------------------------------------------ format 3
+
+
+def as_format_3(opt: Any) -> dict[str, Any]:
+    """What a version with delta in the place of the references would have saved."""
+    saved = copy.deepcopy(opt.state_dict())
+    played = saved["param_groups"][0]["mechanic_played"]
+    for group in saved["param_groups"]:
+        group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), "format": 3})
+    for entries, p in zip(saved["state"].values(), opt.param_groups[0]["params"], strict=True):
+        ref, master = entries["mechanic_ref"], entries.pop("mechanic_master", p.detach())
+        entries["mechanic_delta"] = (master.float() - ref.float()) / played if played else ref.float()
+        if p.dtype == torch.float32 or not played:
+            del entries["mechanic_ref"]
+            if p.dtype != torch.float32:
+                entries["mechanic_ref"] = p.detach().clone()
+    return saved
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("steps", [1, 12])
+def test_a_run_with_delta_goes_on(steps: int, dtype: torch.dtype, weights_first: bool) -> None:
+    """Also where the weights are loaded after the optimizer; and before the first move, where nothing was played."""
+    model = perceptron(dtype)
+    opt = mechanize(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    train(model, opt, steps)
+    twin = perceptron(dtype)
+    resumed = mechanize(torch.optim.AdamW(twin.parameters(), lr=1e-2))
+    loads = [lambda: twin.load_state_dict(model.state_dict()), lambda: resumed.load_state_dict(as_format_3(opt))]
+    for load in loads if weights_first else loads[::-1]:
+        load()
+    for each, optimizer in ((model, opt), (twin, resumed)):
+        train(each, optimizer, 5, first=steps)
+    assert resumed.scale.item() == pytest.approx(opt.scale.item(), rel=1e-3)
+    assert all("mechanic_delta" not in state for state in resumed.state.values())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -245,3 +246,29 @@ def test_every_launch_is_made_on_its_tensors_device(backend: str, monkeypatch: p
     train("adamw", 10, torch.float32, backend=backend)
     assert len(launches) > 10
     assert set(launches) == {torch.device("cpu")}
+
+
+@pytest.mark.parametrize("base", ["Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"scope": "group"}], ids=str)
+def test_a_fused_base_of_torchs_is_told_on_the_device(base: str, options: dict[str, Any]) -> None:
+    """Its learning rate, what clips its gradients, and whether the step is made are tensors then."""
+    ends, more = [], {"momentum": 0.9} if base == "SGD" else {}
+    for backend in ("foreach", "triton"):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(16))]
+        groups = [{"params": [p]} for p in params]
+        optimizer = mechanize(
+            getattr(torch.optim, base)(groups, lr=0.1, fused=True, **more), backend=backend, **options
+        )
+        for step in range(12):
+            for p in params:
+                p.grad = p.detach() - 0.5 * math.cos(step)
+            if step == 8:
+                params[0].grad[0, 0] = math.inf  # type: ignore[index]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+        assert any(plan.decides_on_device() for plan in optimizer._planner._plans.values()) == (backend == "triton")
+        assert optimizer.metrics()["mechanic/skipped_steps"] == 1
+        ends.append(torch.cat([p.detach().flatten() for p in params]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
