@@ -1,0 +1,204 @@
+"""Sharded equals unsharded on a real GPU; run by hand: `python tests/gpu/check_sharded.py`. Exits with 1 on a failure.
+
+Four ranks share one GPU and talk over gloo, since NCCL refuses two ranks on one device. The optimizers get what FSDP2,
+HSDP and FSDP2 x TP give them: DTensors on the GPU, with the gradients of a recorded unsharded run, so that the one
+all-reduce of a step is all that is communicated. What gloo cannot do on a GPU is reported, and is no failure.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mechanic_plugins import mechanize
+from mechanic_plugins.lion import Lion
+
+RANKS, STEPS = 4, 40
+SHAPES = ((96, 33), (33,), (64, 96), (7, 64), (128, 128))
+Build = Callable[[Any], torch.optim.Optimizer]
+BASES: dict[str, Build] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "lion": lambda params: Lion(params, lr=1e-3),
+    "adamw foreach": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+}
+CASES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
+    **{base: (base, {}, torch.float32) for base in BASES},
+    "adamw, clipped": ("adamw", {"max_grad_norm": 0.5}, torch.float32),
+    "adamw foreach, clipped": ("adamw foreach", {"max_grad_norm": 0.5}, torch.float32),
+    "adamw, bf16 reference": ("adamw", {"delta_dtype": torch.bfloat16}, torch.float32),
+    "adamw, bf16 weights": ("adamw", {}, torch.bfloat16),
+    "adamw, backend foreach": ("adamw", {"backend": "foreach"}, torch.float32),
+    "adamw, paper": ("adamw", {"rule": "paper"}, torch.float32),
+}
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "FSDP2": ((4,), (Shard(0),)),
+    "HSDP": ((2, 2), (Replicate(), Shard(0))),
+    "FSDP2 x TP": ((2, 2), (Shard(0), Shard(1))),
+}
+
+
+def start(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to("cuda", dtype) for shape in SHAPES]
+
+
+def gradient(x: Tensor, step: int) -> Tensor:
+    """Of a noisy quadratic."""
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(step)).to(x)
+    return 0.3 * (x - 1) + noise
+
+
+def unsharded(case: str) -> tuple[list[Tensor], list[list[Tensor]], float]:
+    """Final weights, all gradients, the last scale."""
+    base, options, dtype = CASES[case]
+    params = [nn.Parameter(x) for x in start(dtype)]
+    optimizer, recorded = mechanize(BASES[base](params), **options), []
+    for step in range(STEPS):
+        recorded.append([gradient(p.detach(), step) for p in params])
+        for p, grad in zip(params, recorded[-1], strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+    return [p.detach() for p in params], recorded, float(optimizer.scale)
+
+
+class Sharded:
+    """The same parameters as DTensors, and the optimizer around them."""
+
+    def __init__(self, case: str, layout: str) -> None:
+        base, options, dtype = CASES[case]
+        shape, self.placements = LAYOUTS[layout]
+        self.mesh = init_device_mesh("cuda", shape)
+        self.params = [nn.Parameter(self.cut(x)) for x in start(dtype)]
+        self.optimizer = mechanize(BASES[base](self.params), **options)
+
+    def cut(self, x: Tensor) -> DTensor:
+        """This rank's part; nothing is sent."""
+        placements = [Replicate() if x.dim() == 1 and p == Shard(1) else p for p in self.placements]
+        return distribute_tensor(x, self.mesh, placements, src_data_rank=None)
+
+    def train(self, recorded: Sequence[list[Tensor]]) -> None:
+        for grads in recorded:
+            for p, grad in zip(self.params, grads, strict=True):
+                p.grad = self.cut(grad)
+            self.optimizer.step()
+
+    def distance(self, weights: Sequence[Tensor]) -> float:
+        """The largest difference from the unsharded weights, in this rank's part."""
+        pairs = zip(self.params, map(self.cut, weights), strict=True)
+        here = [(p.detach().to_local() - x.to_local()).abs() for p, x in pairs]
+        return max([float(each.max()) for each in here if each.numel()], default=0.0)
+
+
+def agreed(number: float) -> bool:
+    """Bit for bit, on all ranks."""
+    numbers: list[Any] = [None] * RANKS
+    dist.all_gather_object(numbers, number)
+    return len(set(numbers)) == 1
+
+
+def check(rank: int, known: dict[str, Any]) -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29577", "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo")
+    failures = 0
+    for case in CASES:
+        for layout in LAYOUTS:
+            failures += check_one(rank, case, layout, known[case])
+        failures += check_resume(rank, case, known[case])
+    for name, attempt in (("DDP", try_ddp), ("FSDP2 with its own communication", try_fsdp2)):
+        try:
+            report(rank, name, attempt())
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            report(rank, name, f"cannot run over gloo here: {str(error).splitlines()[0][:120]}")
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(min(failures, 1))
+
+
+def report(rank: int, name: str, found: str) -> None:
+    if rank == 0:
+        print(f"{name}: {found}", flush=True)
+
+
+def check_one(rank: int, case: str, layout: str, known: Any) -> int:
+    weights, recorded, scale = ([x.cuda() for x in known[0]], [[g.cuda() for g in each] for each in known[1]], known[2])
+    run = Sharded(case, layout)
+    run.train(recorded)
+    mine = float(run.optimizer.scale)
+    apart, limit = run.distance(weights), 2e-2 if CASES[case][2] == torch.bfloat16 else 1e-5
+    same = agreed(mine)
+    is_ok = same and abs(mine / scale - 1) < 1e-4 and apart < limit
+    found = f"scale {mine:.6g}, unsharded {scale:.6g}, weights apart {apart:.1g}, ranks {'alike' if same else 'differ'}"
+    report(rank, f"{case}, {layout}", f"{'ok' if is_ok else 'FAILED'} {found}")
+    return int(not is_ok)
+
+
+def check_resume(rank: int, case: str, known: Any) -> int:
+    """Half of the run, its state into a new optimizer, the other half: bit for bit."""
+    recorded = [[g.cuda() for g in each] for each in known[1]]
+    whole, first, second = (Sharded(case, "FSDP2") for _ in range(3))
+    whole.train(recorded)
+    first.train(recorded[: STEPS // 2])
+    with torch.no_grad():
+        for p, q in zip(second.params, first.params, strict=True):
+            p.to_local().copy_(q.to_local())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.train(recorded[STEPS // 2 :])
+    is_ok = all(torch.equal(p.to_local(), q.to_local()) for p, q in zip(whole.params, second.params, strict=True))
+    report(rank, f"{case}, resumed", "ok bit for bit" if is_ok else "FAILED")
+    return int(not is_ok)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).cuda()
+
+
+def trained(model: nn.Module, rows: slice) -> float:
+    optimizer = mechanize(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), max_grad_norm=1.0)
+    inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).cuda()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(inputs[rows]).square().mean().backward()
+        optimizer.step()
+    return float(optimizer.scale)
+
+
+def try_ddp() -> str:
+    scale = trained(DistributedDataParallel(network()), slice(dist.get_rank(), None, RANKS))
+    return f"{'ok' if agreed(scale) else 'FAILED'} scale {scale:.6g}, ranks compared bit for bit"
+
+
+def try_fsdp2() -> str:
+    model = network()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=init_device_mesh("cuda", (RANKS,)))
+    scale = trained(model, slice(dist.get_rank(), None, RANKS))
+    return f"{'ok' if agreed(scale) else 'FAILED'} scale {scale:.6g}, ranks compared bit for bit"
+
+
+def main() -> None:
+    """The unsharded runs first, in this process, which belongs to no group."""
+    known = {case: unsharded(case) for case in CASES}
+    on_cpu = {
+        case: ([x.cpu() for x in weights], [[g.cpu() for g in each] for each in recorded], scale)
+        for case, (weights, recorded, scale) in known.items()
+    }
+    torch.multiprocessing.spawn(check, (on_cpu,), nprocs=RANKS)
+    print("all ok")
+
+
+if __name__ == "__main__":
+    main()
