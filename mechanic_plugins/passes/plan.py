@@ -69,6 +69,14 @@ class Decision(NamedTuple):
         """What `gpu_tuner.launch` has found."""
         return cls(scales[0, 1], (), scales[:, 0], scales[0, 2], scales)
 
+    def on_host(self) -> Decision:
+        """In floats. Waits for the device, if that has decided; the weights have moved before then."""
+        if self.scales is None:
+            return self
+        rows = self.scales.tolist()
+        afters = [after for after, _, _ in rows]
+        return Decision(bool(rows[0][1]), afters, afters, rows[0][2])
+
     def table(self, device: torch.device) -> Tensor:
         """As `gpu_tuner.launch` gives it."""
         if self.scales is not None:
