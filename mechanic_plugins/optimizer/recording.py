@@ -44,7 +44,7 @@ class Recorder:
         if not (self._can_record and isinstance(plan, FusedPlan) and _is_on_one_gpu(plan, progress)):
             return None
         inputs, unit = self._tuning.inputs(progress, ()), self._tuning.units.of_scale(progress)
-        lrs = _numbers([*inputs.lrs, *(batch.group["lr"] for batch in plan.fused)])
+        lrs = _numbers([*inputs.lrs, *(batch.group["lr"] for batch in plan.batches)])
         if lrs is None:
             return None
         key = plan.launch_key(), inputs.settings, inputs.hold, unit, len(inputs.lrs), max_grad_norm, spans_ranks
@@ -105,7 +105,7 @@ class Recording:
         device, tuners = progress.tuner.device, len(inputs.lrs)
         self._row = progress.tuner.flat.clone()
         """The tuner: a graph reads and writes it here."""
-        self.lrs = LearningRates(tuners, len(plan.fused), device)
+        self.lrs = LearningRates(tuners, len(plan.batches), device)
 
         def sum_up() -> Tensor:
             return plan.device_sums(tuners, device)
@@ -114,7 +114,7 @@ class Recording:
             state, scales = tuning.launch(
                 progress.tuner.with_flat(self._row), sums, inputs, self.lrs.of_tuners, max_grad_norm
             )
-            for batch, lr in zip(plan.fused, self.lrs.of_batches, strict=True):
+            for batch, lr in zip(plan.batches, self.lrs.of_batches, strict=True):
                 batch.apply(scales, lr)
             if state.flat is not self._row:
                 self._row.copy_(state.flat)
@@ -151,7 +151,7 @@ def _is_on_one_gpu(plan: FusedPlan, progress: Progress) -> bool:
     device = progress.tuner.device
     if device.type != "cuda" or is_capturing(device):
         return False
-    return all(batch.device == device for batch in plan.fused)
+    return all(batch.device == device for batch in plan.batches)
 
 
 def _numbers(lrs: Sequence[float | Tensor]) -> list[float] | None:

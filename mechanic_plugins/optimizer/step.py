@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.param_state import is_16_bit
 from mechanic_plugins.core.relative import OUTLIER
 from mechanic_plugins.core.tuner import SUMS, clip_factor
-from mechanic_plugins.core.tuner_state import initial_state
+from mechanic_plugins.core.tuner_state import TunerState, initial_state
 from mechanic_plugins.distributed.engines import refuse_unattached
 from mechanic_plugins.distributed.reduction import Reduction
 from mechanic_plugins.distributed.sharding import Counting, align_gradients, is_fake, reduction_for
@@ -88,11 +88,12 @@ class MechanicOptimizer(Freezing):
 
     def _train(self, closure: Closure | None, params: Sequence[Tensor]) -> Any:
         progress = self._progress
-        plan = self._plan(progress, params)
+        by_kernel = self._leaves_to_device(progress)
+        plan = self._plan(progress, params, by_kernel)
         if self._decision is not None:
             return plan.apply(self._decision, unit=self._units.of_scale(progress), closure=closure)
         reduction = self._counting(params).reduction
-        if plan.decides_on_device():
+        if by_kernel:
             return self._train_on_device(plan, progress, reduction, closure)
         sums = self._reduced(self._sums(plan, progress), reduction)
         if self._was_false_start(sums, progress):
@@ -102,47 +103,57 @@ class MechanicOptimizer(Freezing):
         decision = self._decide(sums, progress)
         if not decision.applied:
             return None
-        try:
+        with nullcontext() if reduction.spans_ranks else _restored_on_error(progress, before):
             return plan.apply(decision, unit=self._units.of_scale(progress), closure=closure)
-        except BaseException:
-            if not reduction.spans_ranks:  # where ranks decide together, those that do not fail have moved on
-                progress.tuner = before
-            raise
 
     def _train_on_device(self, plan: Plan, progress: Progress, reduction: Reduction, closure: Closure | None) -> Any:
-        """The same without waiting for it."""
+        """The same without waiting for it, where the base can be told there."""
         recording = self._recorder.find(
             plan, progress, max_grad_norm=self.max_grad_norm, spans_ranks=reduction.spans_ranks
         )
-        tuner = progress.tuner
-        sums = plan.device_sums(len(tuner), tuner.device) if recording is None else recording.sums()
+        is_told = plan.decides_on_device()
+        sums = self._device_sums(plan, progress, is_told) if recording is None else recording.sums()
         self._last["sums"] = sums = reduction.start(sums)()
         self._note_lrs()
         if recording is not None:
             recording.play(sums, progress)
             return None
+        before = progress.tuner
         decision = self._tuning.by_kernel(sums, progress, self.max_grad_norm)
-        result = plan.apply(decision, unit=self._units.of_scale(progress), closure=closure)
-        if sums.device.type == "cpu" and not decision.applied and progress.tuner.counts[1] > 0:
+        decision = decision if is_told else decision.on_host()
+        is_seen = not isinstance(decision.applied, Tensor) or decision.applied.device.type == "cpu"
+        if is_seen and not decision.applied and progress.tuner.counts[1] > 0:
             self._warn_of_skips(progress)
-        return result
+        if decision.applied is False:
+            return None
+        with nullcontext() if reduction.spans_ranks else _restored_on_error(progress, before):
+            return plan.apply(decision, unit=self._units.of_scale(progress), closure=closure)
 
-    def _plan(self, progress: Progress, params: Sequence[Tensor]) -> Plan:
-        if progress.released:
-            refuse_scale_of_zero(progress)
+    def _device_sums(self, plan: Plan, progress: Progress, is_told: bool) -> Tensor:
+        tuners, device = len(progress.tuner), progress.tuner.device
+        if is_told:
+            return plan.device_sums(tuners, device)
+        return torch.tensor(plan.sums(tuners, [False] * tuners), dtype=torch.float64, device=device)
+
+    def _leaves_to_device(self, progress: Progress) -> bool:
         device, is_free = progress.tuner.device, not progress.released
-        has_begun = is_free and self._planner.uses_kernels(device) and self._tuning.can_leave_to_device(progress)
-        if is_free and not has_begun and is_capturing(device):
+        by_kernel = is_free and self._planner.uses_kernels(device) and self._tuning.can_leave_to_device(progress)
+        if is_free and not by_kernel and is_capturing(device):
             raise RuntimeError(
                 "a CUDA graph of the step can be captured once the scale is known: make three steps with a gradient "
                 "first, without a graph."
             )
+        return by_kernel
+
+    def _plan(self, progress: Progress, params: Sequence[Tensor], by_kernel: bool) -> Plan:
+        if progress.released:
+            refuse_scale_of_zero(progress)
         return self._planner.plan(
             params,
             lambda: self._entries(progress, params),
             lambda: [progress.tuner_of(group) for group in self.param_groups],
             is_released=progress.released,
-            has_begun=has_begun,
+            has_begun=by_kernel,
         )
 
     def _sums(self, plan: Plan, progress: Progress) -> Sums:
@@ -299,3 +310,13 @@ def _evaluated(closure: Closure | None, refuse: Closure | None) -> tuple[Closure
     loss = again()
     cached = [loss]
     return lambda: cached.pop() if cached else (refuse or again)(), loss
+
+
+@contextmanager
+def _restored_on_error(progress: Progress, before: TunerState) -> Iterator[None]:
+    """The tuner, where the base raises. Not where ranks decide together: those that do not fail have moved on."""
+    try:
+        yield
+    except BaseException:
+        progress.tuner = before
+        raise

@@ -73,14 +73,17 @@ class Tuning:
         return Decision(outcome.applied, outcome.befores, outcome.afters, outcome.clip)
 
     def can_leave_to_device(self, progress: Progress) -> bool:
-        """Whether a kernel may decide this step: all tuners with a gradient have begun. Waits for the GPU before."""
+        """Whether a kernel may decide: all tuners that are trained have begun. Waits for the GPU before.
+
+        The same on all ranks, also where one of them has no gradient.
+        """
         if progress.unit == 0 or self.settings.rule != "relative":
             return False
         groups = self.base.param_groups
         if len(progress.tuner) == 1:
             needed = {0}
         else:
-            active = [group for group in groups if any(p.grad is not None for p in group["params"])]
+            active = [group for group in groups if any(p.requires_grad for p in group["params"])]
             needed = {progress.tuner_of(group) for group in active}
         if not needed <= progress.begun:
             rows = progress.tuner.rows

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import MASTER, REF, is_16_bit
-from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.passes import masters
 from mechanic_plugins.passes.base_step import BaseStep, is_discarded, warn_of_own_iterates
@@ -71,12 +69,6 @@ class AroundBase(Plan):
     def decides_on_device(self) -> bool:
         can_be_told = self._has_begun and known_bases.skips_on_found_inf(self.base, self.params)
         return can_be_told and all(batch.can_use_kernels() for batch in self.batches)
-
-    def device_sums(self, tuners: int, device: torch.device) -> Tensor:
-        out = empty_sums(tuners, device)
-        for batch in self.batches:
-            batch.add_device_sums(out)
-        return out
 
     # ---------------------------------------------------------------- the step
 

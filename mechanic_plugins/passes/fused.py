@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import MASTER, REF, is_16_bit
-from mechanic_plugins.core.tuner_state import empty_sums
-from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
+from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.kernels import triton_support
 from mechanic_plugins.kernels.addresses import Kept
 from mechanic_plugins.kernels.cuda import on
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.kernels.triton_support import processors, triton_type
 from mechanic_plugins.lion import Lion
-from mechanic_plugins.passes.plan import Closure, Decision, Entry, Group, Plan
+from mechanic_plugins.passes.plan import Batch, Closure, Decision, Entry, Group, Plan
 
 __all__ = ["FusedPlan", "can_fuse"]
 
@@ -64,25 +62,26 @@ def prepare(base: Optimizer, params: Sequence[Tensor]) -> None:
             state["step"] = known.to(device=local(p).device, dtype=torch.float32)
 
 
-class FusedBatch:
-    """Parameters of one param group, tuner, weight and kind of tensor, which share launches."""
+class FusedBatch(Batch):
+    """Parameters of one param group, which share launches."""
 
     def __init__(self, base: Optimizer, entries: Sequence[Entry]) -> None:
-        first = entries[0]
-        self.base, self.group = base, first.group
-        self.tuner_index, self.weight = first.tuner_index, first.weight
-        self.params = [entry.param for entry in entries]
-        self.is_sharded = is_dtensor(self.params[0])
-        self.device: torch.device = local(self.params[0]).device
-        self.names = REF, *((MASTER,) if is_16_bit(self.params[0].dtype) else ()), *_moments(base)
-        if _has_steps(base):
-            self.names = *self.names, "step"
+        super().__init__(base, entries)
+        self.base, self.group = base, entries[0].group
+        moments, steps = _moments(base), ("step",) if _has_steps(base) else ()
+        self.names = (REF, *((MASTER,) if is_16_bit(self.params[0].dtype) else ()), *moments, *steps)
         self._states = [base.state[p] for p in self.params]
         self._kept = {name: [state[name] for state in self._states] for name in self.names}
         self._refuse_foreign_state()
-        self.tensors = TritonBatch(self.xs(), self.grads(), [self._row(state) for state in self._states])
+        rows = [self._row(state) for state in self._states]
+        self.tensors = self._kernels = TritonBatch(self.xs(), self.grads(), rows)
         self._ends = [local(each[at]) for each in self._kept.values() for at in (0, -1)]
         self._places = list(map(Tensor.data_ptr, self._ends))
+
+    @staticmethod
+    def kind(base: Optimizer, entry: Entry) -> tuple[Any, ...]:
+        own = triton_support.kind_of(local(entry.param), local(entry.param.grad))
+        return *Batch.kind(base, entry), id(entry.group), *own
 
     def _row(self, state: dict[str, Any]) -> Kept:
         first, second, *_ = *_moments(self.base), "", ""
@@ -103,7 +102,7 @@ class FusedBatch:
                         "change a parameter's shape, or use backend='foreach'."
                     )
 
-    def is_current(self) -> bool:
+    def can_use_kernels(self) -> bool:
         """Whether the state is where it was; a load, or a tool that moves it, puts other tensors there."""
         for name, tensors in self._kept.items():
             if not all(map(operator.is_, [state.get(name) for state in self._states], tensors)):
@@ -111,21 +110,6 @@ class FusedBatch:
         if list(map(Tensor.data_ptr, self._ends)) != self._places:
             return False
         return self.tensors.refresh_pointers(self.xs(), self.grads())
-
-    def xs(self) -> list[Tensor]:
-        """This rank's part of the weights. Never kept across steps: FSDP may put another tensor there."""
-        return [local(p) for p in self.params] if self.is_sharded else self.params
-
-    def grads(self) -> list[Tensor | None]:
-        if self.is_sharded:
-            align_gradients(self.params)
-            return [local(p.grad) for p in self.params]
-        return [p.grad for p in self.params]
-
-    def add_sums(self, out: Tensor) -> None:
-        """Adds this batch's share to its tuner's sums, and its gradients to the count at the end."""
-        maximize, penalty = bool(self.group.get("maximize")), known_bases.l2_penalty(self.base, self.group)
-        self.tensors.add_sums(out, tuner_index=self.tuner_index, weight=self.weight, maximize=maximize, penalty=penalty)
 
     def launch_key(self) -> tuple[Any, ...]:
         """What the launches of a step are made with, besides the learning rate and what is on the device."""
@@ -198,43 +182,32 @@ class FusedPlan(Plan):
 
     def __init__(self, base: Optimizer, entries: Sequence[Entry]) -> None:
         prepare(base, [entry.param for entry in entries])
-        super().__init__(base, entries, REF)
-        kinds: dict[tuple[Any, ...], list[Entry]] = {}
-        for e in entries:
-            kind = triton_support.kind_of(local(e.param), local(e.param.grad))
-            kinds.setdefault((*kind, id(e.group), e.tuner_index, e.weight, is_dtensor(e.param)), []).append(e)
-        self.fused = [FusedBatch(base, part) for part in kinds.values()]
-        pointed = all(batch.is_current() for batch in self.fused)
+        super().__init__(base, entries, REF, FusedBatch)
+        pointed = all(batch.can_use_kernels() for batch in self.batches)
         assert pointed
 
     def is_current(self) -> bool:
-        return can_fuse(self.base) and super().is_current() and all(batch.is_current() for batch in self.fused)
+        is_current = can_fuse(self.base) and super().is_current()
+        return is_current and all(batch.can_use_kernels() for batch in self.batches)
 
     def decides_on_device(self) -> bool:
         return True
 
-    def device_sums(self, tuners: int, device: torch.device) -> Tensor:
-        """As `sums`, on the device."""
-        out = empty_sums(tuners, device)
-        for batch in self.fused:
-            batch.add_sums(out)
-        return out
-
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None) -> Any:
-        scales = decision.table(self.fused[0].device)
-        for batch in self.fused:
+        scales = decision.table(self.batches[0].device)
+        for batch in self.batches:
             batch.apply(scales, batch.lr(unit))
         self.finish()
 
     def finish(self) -> None:
         """All launches of the step are made."""
-        for batch in self.fused:
+        for batch in self.batches:
             torch.autograd.graph.increment_version(batch.xs())
         self.base._opt_called = True  # type: ignore[attr-defined]  # for schedulers built on the base
 
     def launch_key(self) -> tuple[Any, ...]:
         """See `FusedBatch.launch_key`."""
-        return tuple(batch.launch_key() for batch in self.fused)
+        return tuple(batch.launch_key() for batch in self.batches)
 
 
 def _moments(base: Optimizer) -> tuple[str, ...]:

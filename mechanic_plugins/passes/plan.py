@@ -69,6 +69,14 @@ class Decision(NamedTuple):
         """What `gpu_tuner.launch` has found."""
         return cls(scales[0, 1], (), scales[:, 0], scales[0, 2], scales)
 
+    def on_host(self) -> Decision:
+        """In floats. Waits for the device, if that has decided; the weights have moved before then."""
+        if self.scales is None:
+            return self
+        rows = self.scales.tolist()
+        afters = [after for after, _, _ in rows]
+        return Decision(bool(rows[0][1]), afters, afters, rows[0][2])
+
     def table(self, device: torch.device) -> Tensor:
         """As `gpu_tuner.launch` gives it."""
         if self.scales is not None:
@@ -97,6 +105,13 @@ class Batch:
         self._kernels: TritonBatch | None = None
         self._places: list[int] = []
         self._dots = Dots([local(p).numel() * (1 + self.is_complex) for p in self.params], self.device)
+
+    @staticmethod
+    def kind(base: Optimizer, entry: Entry) -> tuple[Any, ...]:
+        """What entries of one batch have in common."""
+        p, group = entry.param, entry.group
+        loss = bool(group.get("maximize")), known_bases.l2_penalty(base, group)
+        return entry.tuner_index, entry.weight, p.dtype, local(p).device, is_dtensor(p), *loss
 
     def grads(self) -> list[Tensor | None]:
         """This rank's part of the gradients."""
@@ -212,15 +227,13 @@ def exact(x: Tensor, master: Tensor) -> Tensor:
     return torch.where(x == master.to(x.dtype), master, x.float())
 
 
-def _batches(base: Optimizer, entries: Iterable[Entry], slot: str) -> list[Batch]:
+def _batches(base: Optimizer, entries: Iterable[Entry], slot: str, make: type[Batch]) -> list[Any]:
     """Entries that one batch can hold, together. The first step of a parameter finds nothing in its slot."""
     kinds: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
-        p, group = entry.param, entry.group
-        kind = entry.tuner_index, entry.weight, p.dtype, local(p).device, is_dtensor(p)
-        loss = bool(group.get("maximize")), known_bases.l2_penalty(base, group)
-        kinds.setdefault((*kind, *loss, slot in base.state.get(p, ())), []).append(entry)
-    batches = [Batch(base, part) for part in kinds.values()]
+        has_one = slot in base.state.get(entry.param, ())
+        kinds.setdefault((*make.kind(base, entry), has_one), []).append(entry)
+    batches = [make(base, part) for part in kinds.values()]
     for batch in batches:
         if slot in base.state.get(batch.params[0], ()):
             batch.refs = [base.state[p][slot] for p in batch.params]
@@ -270,11 +283,11 @@ def add_sizes(batches: Iterable[Batch], out: Sums, new: Mapping[int, bool]) -> N
 class Plan:
     """A way of making the steps of one optimizer, good as long as its parameters and their state stay the same."""
 
-    def __init__(self, base: Optimizer, entries: Sequence[Entry], slot: str) -> None:
+    def __init__(self, base: Optimizer, entries: Sequence[Entry], slot: str, make: type[Batch] = Batch) -> None:
         """`slot` names what of a parameter's state the sums are taken of."""
         self.base, self.entries, self.slot = base, list(entries), slot
         self.params = [entry.param for entry in entries]
-        self.batches = _batches(base, entries, slot)
+        self.batches = _batches(base, entries, slot, make)
         self.is_complete = all(batch.refs is not None for batch in self.batches)
         """Whether every parameter was stepped before. Else the next step makes another plan."""
         inside = set(map(id, self.params))
@@ -323,7 +336,10 @@ class Plan:
 
     def device_sums(self, tuners: int, device: torch.device) -> Tensor:
         """As `sums`, on the device, where that decides."""
-        raise NotImplementedError
+        out = empty_sums(tuners, device)
+        for batch in self.batches:
+            batch.add_device_sums(out)
+        return out
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None) -> Any:
         """Moves the weights as decided; returns what the base returned."""
