@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from mechanic_plugins.runner.console import NOTHING, is_first_rank, say, stop
 from mechanic_plugins.runner.plan import Events, Plan
@@ -29,6 +29,8 @@ class Watch:
         self._seen: WeakSet[Any] = WeakSet()
         self._idle: list[Any] = []
         """The first few that are mechanized and made no step so far. Kept alive until the end."""
+        self._stepped_by: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """The others, with the id of the `step` on the instance, if any, in their last step."""
         self._recorder: Any = None
         self._has_mechanic = False
         self._plain_steps = 0
@@ -61,6 +63,7 @@ class Watch:
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         self._events.note("stepped")
+        self._stepped_by[optimizer] = id(vars(optimizer).get("step"))
         if self._idle:
             self._idle = [each for each in self._idle if each is not optimizer]
         if self._plan.probe or self._plan.replace:
@@ -87,13 +90,24 @@ class Watch:
 
     def finish(self) -> None:
         """The program has ended."""
-        for optimizer in self._idle:
-            step, name = vars(optimizer).get("step"), type(optimizer.base).__name__
-            if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-                new = f"{getattr(step, '__module__', '?')}.{getattr(step, '__qualname__', step)}"
-                self._events.note("idle", f"{name} (the program replaced its step() by {new})")
-            elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                self._events.note("unused", f"{name} (gradients were computed, but its step() was never called)")
+        for optimizer in [*self._idle, *self._stepped_by]:
+            self._check_step(optimizer)
         if self._recorder is not None:
             self._recorder.finish()
         self._recorder, self._idle = None, []
+        self._stepped_by.clear()
+
+    def _check_step(self, optimizer: Any) -> None:
+        """A `step` that the program put on the instance is fine if it calls ours: then our hook has seen it."""
+        step, name = vars(optimizer).get("step"), type(optimizer.base).__name__
+        is_theirs = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+        if is_theirs and id(step) != self._stepped_by.get(optimizer):
+            new = f"{getattr(step, '__module__', '?')}.{getattr(step, '__qualname__', step)}"
+            after = f" after step {int(optimizer.tuner.steps)}" if optimizer in self._stepped_by else ""
+            self._events.note("idle", f"{name}{after} (the program replaced its step() by {new})")
+        elif optimizer not in self._stepped_by and _has_grad(optimizer):
+            self._events.note("unused", f"{name} (gradients were computed, but its step() was never called)")
+
+
+def _has_grad(optimizer: Any) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

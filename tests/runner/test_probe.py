@@ -194,6 +194,18 @@ def step_by_hand(self, closure=None):
         for p in model.parameters(): p -= 1e-3 * p.grad
 optimizer.step = types.MethodType(step_by_hand, optimizer)
 """
+REPLACED_LATE = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def change_step(*_):
+    optimizer.step = lambda closure=None: None
+optimizer.register_step_post_hook(change_step)
+"""
+WRAPPED_STEP = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def timed(closure=None, *, step=optimizer.step):
+    return step(closure)
+optimizer.step = timed
+"""
 NEVER_STEPPED = """
 torch.optim.AdamW(model.parameters())
 class optimizer:
@@ -217,12 +229,14 @@ optimizer = Own(model.parameters())
     ("build", "status", "said"),
     [
         (REPLACED_STEP, 6, "Mechanic made no step in AdamW (the program replaced its step() by __main__.step_by_hand)"),
+        (REPLACED_LATE, 6, "Mechanic made no step in AdamW after step 1 (the program replaced its step() by "),
+        (WRAPPED_STEP, 0, "AdamW: Mechanic learned a learning rate of"),
         (NEVER_STEPPED, 6, "(gradients were computed, but its step() was never called)"),
         (ANOTHER, 6, "Mechanic made no step: torch.optim.sgd.SGD trained without it."),
         (TWO_BUILT, 0, "AdamW: Mechanic learned a learning rate of"),
         (OWN_NEW, 3, "__main__.Own trained without Mechanic: its __new__ does not pass its arguments on."),
     ],
-    ids=["step replaced", "never stepped", "another", "one of two", "own __new__"],
+    ids=["step replaced", "replaced late", "step wrapped", "never stepped", "another", "one of two", "own __new__"],
 )
 def test_training_without_mechanic_is_told(
     run_warm: Runner, tmp_path: Path, build: str, status: int, said: str
