@@ -50,7 +50,7 @@ def loss_of(net: nn.Sequential) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "backend"), [*((base, "auto") for base in BASES), ("AdamW", "foreach")])
 def test_it_trains_as_well_in_two_bytes(base: str, backend: Any) -> None:
-    """Lion's steps of one length are sensitive to the scale, which the rounding moves by 5%: its loss is not compared."""
+    """Lion's steps of one length are sensitive to the scale, which rounding moves by 5%: its loss is not compared."""
     losses, scales = [], []
     for options in ({}, BF16):
         net = network()
