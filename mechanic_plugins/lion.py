@@ -85,9 +85,7 @@ def _gradient(p: Tensor) -> Tensor:
 
 
 def _update(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], *, group: dict[str, Any]) -> None:
-    params, grads, momenta = (
-        [torch.view_as_real(t) if t.is_complex() else t for t in tensors] for tensors in (params, grads, momenta)
-    )
+    params, grads, momenta = ([_real(_local(t)) for t in tensors] for tensors in (params, grads, momenta))
     if group["maximize"]:
         grads = list(torch._foreach_neg(grads))
     lr, (beta1, beta2) = group["lr"], group["betas"]
@@ -98,3 +96,13 @@ def _update(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], *,
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
     torch._foreach_add_(params, directions)
     torch._foreach_lerp_(momenta, grads, 1 - beta2)
+
+
+def _real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+def _local(t: Any) -> Tensor:
+    """A rank's own part of a DTensor: every operation here is by element, and older torch cannot shard them all."""
+    part: Tensor = t.to_local() if hasattr(t, "to_local") else t
+    return part

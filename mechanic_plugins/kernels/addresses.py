@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.kernels.table import POINTERS, Table
-from mechanic_plugins.kernels.triton_support import kind_of, lies_like
+from mechanic_plugins.kernels.triton_support import is_even, kind_of, lies_like
 
 __all__ = ["Addresses", "Kept"]
 
@@ -40,7 +40,8 @@ class Addresses:
     def __init__(
         self, xs: Sequence[Tensor], grads: Sequence[Tensor | None], kept: Sequence[Kept], table: Table
     ) -> None:
-        _, self._xtype, self._gtype, self._are_even = kind_of(xs[0], grads[0])
+        _, self._xtype, self._gtype, _ = kind_of(xs[0], grads[0])
+        self._are_even = all(map(is_even, xs))
         self._index = xs[0].get_device()
         self._strides = [x.stride() for x in xs]
         self._numels = [x.numel() for x in xs]

@@ -58,8 +58,13 @@ def lies_like(grad: Tensor, x: Tensor) -> bool:
 
 
 def kind_of(x: Tensor, grad: Tensor | None) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:
-    """Tensors of one kind share a launch. One of odd length would have all of them read element by element."""
-    return x.device, x.dtype, x.dtype if grad is None else grad.dtype, x.numel() % ALIGNED == 0
+    """Tensors of one kind share a launch."""
+    return x.device, x.dtype, x.dtype if grad is None else grad.dtype, is_even(x)
+
+
+def is_even(x: Tensor) -> bool:
+    """Whether a kernel may read 16 bytes at once up to its end. One that is not keeps all of a launch from it."""
+    return x.numel() % ALIGNED == 0
 
 
 @functools.cache

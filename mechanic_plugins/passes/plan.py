@@ -109,9 +109,10 @@ class Batch:
     @staticmethod
     def kind(base: Optimizer, entry: Entry) -> tuple[Any, ...]:
         """What entries of one batch have in common."""
-        p, group = entry.param, entry.group
+        x, group = local(entry.param), entry.group
         loss = bool(group.get("maximize")), known_bases.l2_penalty(base, group)
-        return entry.tuner_index, entry.weight, p.dtype, local(p).device, is_dtensor(p), *loss
+        is_even = x.device.type == "cpu" or triton_support.is_even(x)
+        return entry.tuner_index, entry.weight, x.dtype, x.device, is_even, is_dtensor(entry.param), *loss
 
     def grads(self) -> list[Tensor | None]:
         """This rank's part of the gradients."""

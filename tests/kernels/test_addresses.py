@@ -50,6 +50,15 @@ def test_the_table_follows_the_gradients() -> None:
     assert found.gradients == 3
 
 
+@pytest.mark.parametrize("numel", [16, 10])
+def test_one_of_odd_length_keeps_all_from_being_read_16_bytes_at_once(numel: int) -> None:
+    """The kernel would read past its end, and did where the first of the list was even."""
+    xs = [torch.zeros(16), torch.zeros(numel)]
+    found = Addresses(xs, xs, [Kept(x) for x in xs], Table(torch.device("cpu"), (16, numel)))
+    assert found.refresh(xs, xs)
+    assert found.are_aligned == (numel == 16)
+
+
 @pytest.mark.parametrize("shift", range(5))
 def test_a_gradient_between_two_multiples_of_16_bytes_is_noticed(shift: int) -> None:
     x = torch.zeros(16)
