@@ -24,10 +24,13 @@ from mechanic_plugins.optimizer import MechanicOptimizer
 __all__ = ["STILL_RISING", "ScaleHistory", "is_still_rising", "remarks", "report"]
 
 STILL_RISING = (
-    "Mechanic's scale was still rising when the run ended, so most of it was trained at too small a learning rate: "
-    "train for more steps."
+    "Mechanic was still looking for its scale when the run ended, so most of it was trained at too small a learning "
+    "rate: train for more steps."
 )
 _NO_STEP = "Mechanic made no step: optimizer.step() was replaced or never called, so nothing was trained with it."
+
+
+_AGREEMENT = 0.8
 
 
 class ScaleHistory:
@@ -86,7 +89,7 @@ def report(optimizer: MechanicOptimizer) -> str:
 def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[str]:
     """What looks wrong at the end of a run, each said once. Waits for the device."""
     found = []
-    if history is not None and is_still_rising(history):
+    if history is not None and (is_still_rising(history) or (history.is_whole and _all_agree(optimizer))):
         found.append(STILL_RISING)
     metrics = optimizer.metrics()
     steps, skipped = (int(metrics[f"mechanic/{name}"]) for name in ("steps", "skipped_steps"))
@@ -98,6 +101,13 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
             "than all before them."
         )
     return found
+
+
+def _all_agree(optimizer: MechanicOptimizer) -> bool:
+    """Whether nearly every step of the default rule's window would have gone further: the mean beside the rms of z."""
+    r, m, v = (vector.reshape(-1).tolist() for vector in (optimizer.tuner.r, optimizer.tuner.m, optimizer.tuner.v))
+    is_default = optimizer.settings.rule == "relative"
+    return is_default and any(a > _AGREEMENT * math.sqrt(b * c) for a, b, c in zip(r, v, m, strict=True))
 
 
 def is_still_rising(history: ScaleHistory) -> bool:

@@ -160,16 +160,19 @@ def digits() -> tuple[Tensor, Tensor]:
 def test_a_loss_that_comes_near_zero_does_not_destroy_the_run() -> None:
     """The scale ran away once everything was fitted: the test accuracy of digits fell from 91% to 9%."""
     x, y = digits()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = mechanize(torch.optim.AdamW(model.parameters()))
-    largest = 0.0
-    for _ in range(1500):
-        rows = torch.randint(1437, (64,))
-        model.zero_grad()
-        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-        largest = max(largest, optimizer.effective_lrs[0])
-    assert largest < 0.1  # the lr in force; a sweep's best is 0.01
-    assert nn.functional.cross_entropy(model(x[:1437]), y[:1437]).item() < 1e-2
-    assert (model(x[1437:]).argmax(1) == y[1437:]).float().mean().item() > 0.9
+    accuracies = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        optimizer = mechanize(torch.optim.AdamW(model.parameters()))
+        largest = 0.0
+        for _ in range(1500):
+            rows = torch.randint(1437, (64,))
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+            largest = max(largest, optimizer.effective_lrs[0])
+        assert largest < 0.1  # the lr in force; a sweep's best is 0.01
+        assert nn.functional.cross_entropy(model(x[:1437]), y[:1437]).item() < 1e-2
+        accuracies.append((model(x[1437:]).argmax(1) == y[1437:]).float().mean().item())
+    assert sum(accuracies) / 2 > 0.9

@@ -25,7 +25,7 @@ QUIET = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:.*scale was still rising"),  # most runs here are that short
+    pytest.mark.filterwarnings("ignore:.*still looking for its scale"),  # most runs here are that short
 ]
 
 Optimizers = Callable[[nn.Module], Any]

