@@ -1,0 +1,140 @@
+"""Mechanic in programs that pip installs, against their own default learning rate: a table.
+
+`make test-programs ARGS="--only quick-starts"` installs the programs of `quick_starts.py` and runs this with Mechanic;
+`--methods sweep mechanic` runs the plain optimizers too, whose results quality.jsonl keeps. Any python that has the
+programs will do:
+
+    python tests/programs/quality.py                              the table of what is kept
+    python tests/programs/quality.py --methods mechanic           Mechanic anew
+    python tests/programs/quality.py --methods sweep --only skorch
+
+Each program runs in a process of its own, unchanged: `mechanic-run --replace` is all that Mechanic takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from quick_starts import HIGHER, QUICK_STARTS
+
+HERE = Path(__file__).resolve().parent
+RECORDS = HERE / "quality.jsonl"
+FACTORS = {"default": [1.0], "sweep": [0.1, 0.3, 1.0, 3.0, 10.0], "mechanic": [1.0]}
+
+Record = dict[str, Any]
+Key = tuple[str, bool, float, int]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", choices=FACTORS, nargs="*", default=[], help="Mechanic is run anew each time")
+    parser.add_argument("--only", choices=QUICK_STARTS, nargs="+", default=list(QUICK_STARTS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=0, help="how many [as many as each program has]")
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    args = parser.parse_args()
+    text = args.records.read_text() if args.records.exists() else ""
+    records = {key_of(record): record for record in map(json.loads, text.splitlines())}
+    failed = []
+    for method in args.methods:
+        for name in args.only:
+            seeds = list(range(args.seeds or QUICK_STARTS[name].seeds))
+            has_all = {(name, False, factor, seed) for factor in FACTORS[method] for seed in seeds} <= set(records)
+            if has_all and method != "mechanic":
+                continue
+            new = list(results(name, method, seeds))
+            records.update({key_of(record): record for record in new})
+            failed += [name] if len(new) < len(seeds) * len(FACTORS[method]) else []
+            args.records.write_text("".join(f"{json.dumps(records[key])}\n" for key in sorted(records)))
+    print(table(list(records.values()), args.only))
+    print(f"\nfailed: {', '.join(failed)}" if failed else "")
+    return bool(failed)
+
+
+def key_of(record: Record) -> Key:
+    return record["program"], record["mechanic"], record["factor"], record["seed"]
+
+
+def results(name: str, method: str, seeds: Sequence[int]) -> Iterator[Record]:
+    """Runs a program, for all seeds and rates."""
+    mechanic_run = ["-m", "mechanic_plugins.run", "--replace", f"torch.optim.{QUICK_STARTS[name].optimizer}"]
+    command = [sys.executable, *(mechanic_run if method == "mechanic" else []), str(HERE / "quick_starts.py"), name]
+    command += ["--seeds", *map(str, seeds), "--factors", *map(str, FACTORS[method])]
+    paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        print(f"{name}, {method}: status {done.returncode}\n{done.stderr[-2000:]}", file=sys.stderr)
+    for record in map(json.loads, done.stdout.splitlines()):
+        if record["mechanic"] != (method == "mechanic"):
+            print(f"{name}, {method}: {'not ' * (not record['mechanic'])}mechanized", file=sys.stderr)
+            continue
+        yield record
+
+
+def table(records: Sequence[Record], names: Sequence[str]) -> str:
+    """The means over the seeds.
+
+    The last two columns judge Mechanic: how far it is from the best of the sweep (see `distance`), and by how many of
+    the sweep's rates it is not beaten.
+    """
+    rows = [
+        "| program | measure | default | best of the sweep | Mechanic | to the best | as good as |",
+        "|---" * 7 + "|",
+    ]
+    for name in names:
+        program = QUICK_STARTS[name]
+        sweep = {factor: mean(records, name, False, factor) for factor in FACTORS["sweep"]}
+        swept = {factor: value for factor, value in sweep.items() if value is not None}
+        learned = mean(records, name, True, 1.0)
+        if not swept:
+            continue
+        best = min(swept, key=lambda factor: cost(swept[factor], program.better))
+        cells = [name, f"{program.measure}, {program.better}", shown(swept.get(1.0)), "", shown(learned), "", ""]
+        if len(swept) > 1:
+            cells[3] = f"{shown(swept[best])} at x {best:g}"
+            beaten = [v for v in swept.values() if learned is not None and not is_better(v, learned, program.better)]
+            cells[5] = "" if learned is None else distance(learned, swept[best], program.better)
+            cells[6] = "" if learned is None else f"{len(beaten)} of {len(swept)}"
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def mean(records: Sequence[Record], name: str, mechanic: bool, factor: float) -> float | None:
+    wanted = name, mechanic, factor
+    values = [record["value"] for record in records if key_of(record)[:3] == wanted]
+    return sum(values) / len(values) if values else None
+
+
+def cost(value: float, better: str) -> float:
+    """Less is better, and worst is what is not a number."""
+    if math.isnan(value):
+        return math.inf
+    return -value if better == HIGHER else value
+
+
+def is_better(one: float, other: float, better: str) -> bool:
+    return cost(one, better) < cost(other, better)
+
+
+def distance(value: float, best: float, better: str) -> str:
+    """The ratio, above 1 where the value is worse; the difference where the signs are not the same."""
+    ours, least = cost(value, better), cost(best, better)
+    if ours * least <= 0:
+        return f"{ours - least:+.3g}"
+    return f"{ours / least if least > 0 else least / ours:.3f}"
+
+
+def shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
