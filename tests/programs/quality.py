@@ -43,15 +43,14 @@ def main() -> int:
     text = args.records.read_text() if args.records.exists() else ""
     records = {key_of(record): record for record in map(json.loads, text.splitlines())}
     failed = []
-    for method in args.methods:
-        for name in args.only:
-            seeds = list(range(args.seeds or QUICK_STARTS[name].seeds))
-            has_all = {(name, False, factor, seed) for factor in FACTORS[method] for seed in seeds} <= set(records)
-            if has_all and method != "mechanic":
-                continue
-            new = list(results(name, method, seeds))
+    for name in args.only:
+        seeds = list(range(args.seeds or QUICK_STARTS[name].seeds))
+        for method in args.methods:
+            keys = [(name, method == "mechanic", factor, seed) for factor in FACTORS[method] for seed in seeds]
+            missing = [key for key in keys if method == "mechanic" or key not in records]
+            new = list(results(name, method, missing)) if missing else []
             records.update({key_of(record): record for record in new})
-            failed += [name] if len(new) < len(seeds) * len(FACTORS[method]) else []
+            failed += [name] if len(new) < len(missing) else []
             args.records.write_text("".join(f"{json.dumps(records[key])}\n" for key in sorted(records)))
     print(table(list(records.values()), args.only))
     print(f"\nfailed: {', '.join(failed)}" if failed else "")
@@ -62,11 +61,11 @@ def key_of(record: Record) -> Key:
     return record["program"], record["mechanic"], record["factor"], record["seed"]
 
 
-def results(name: str, method: str, seeds: Sequence[int]) -> Iterator[Record]:
-    """Runs a program, for all seeds and rates."""
+def results(name: str, method: str, keys: Sequence[Key]) -> Iterator[Record]:
+    """Runs a program, for some seeds and rates."""
     mechanic_run = ["-m", "mechanic_plugins.run", "--replace", f"torch.optim.{QUICK_STARTS[name].optimizer}"]
     command = [sys.executable, *(mechanic_run if method == "mechanic" else []), str(HERE / "quick_starts.py"), name]
-    command += ["--seeds", *map(str, seeds), "--factors", *map(str, FACTORS[method])]
+    command += [f"{factor}:{seed}" for _, _, factor, seed in keys]
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, capture_output=True, text=True, env=env)

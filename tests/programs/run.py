@@ -3,6 +3,8 @@
 Into .programs/, one environment for those that go together, removed when its tests pass unless `--keep` is given. Each
 runs the tests of its own programs: one may bring another along in a version that does not work there.
 
+The last environment, "quick-starts", is for `quality.py`: Mechanic against the default learning rates of others.
+
 Not part of CI, for it needs the network: what is in the development set runs in `make test`, the rest is skipped there.
 
 An environment has the torch of constraints.txt unless its programs need an older one. Which build of it, for the CPU or
