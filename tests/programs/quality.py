@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from quick_starts import HIGHER, QUICK_STARTS
+from quick_starts import HIGHER, LOWER, QUICK_STARTS
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE / "quality.jsonl"
@@ -79,37 +79,42 @@ def results(name: str, method: str, keys: Sequence[Key]) -> Iterator[Record]:
 
 
 def table(records: Sequence[Record], names: Sequence[str]) -> str:
-    """The means over the seeds.
+    """The means over the seeds that all have.
 
-    The last two columns judge Mechanic: how far it is from the best of the sweep (see `distance`), and by how many of
-    the sweep's rates it is not beaten.
+    The last two columns judge Mechanic: how far it is from the best of the sweep (see `distance`), and with how many of
+    the sweep's rates it keeps up.
     """
-    rows = [
-        "| program | measure | default | best of the sweep | Mechanic | to the best | as good as |",
-        "|---" * 7 + "|",
-    ]
+    titles = ["program", "measure", "seeds", "default", "best of the sweep", "Mechanic", "to the best", "keeps up with"]
+    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in names:
         program = QUICK_STARTS[name]
-        sweep = {factor: mean(records, name, False, factor) for factor in FACTORS["sweep"]}
-        swept = {factor: value for factor, value in sweep.items() if value is not None}
-        learned = mean(records, name, True, 1.0)
+        values, seeds = means([record for record in records if record["program"] == name])
+        swept = {factor: value for (mechanic, factor), value in values.items() if not mechanic}
+        learned = values.get((True, 1.0))
         if not swept:
             continue
         best = min(swept, key=lambda factor: cost(swept[factor], program.better))
-        cells = [name, f"{program.measure}, {program.better}", shown(swept.get(1.0)), "", shown(learned), "", ""]
+        cells = [name, f"{program.measure}, {program.better}", str(seeds), shown(swept.get(1.0)), "", shown(learned)]
         if len(swept) > 1:
-            cells[3] = f"{shown(swept[best])} at x {best:g}"
-            beaten = [v for v in swept.values() if learned is not None and not is_better(v, learned, program.better)]
-            cells[5] = "" if learned is None else distance(learned, swept[best], program.better)
-            cells[6] = "" if learned is None else f"{len(beaten)} of {len(swept)}"
+            cells[4] = f"{shown(swept[best])} at x {best:g}"
+        if len(swept) > 1 and learned is not None:
+            own = cost(learned, program.better)
+            behind = [value for value in swept.values() if cost(value, program.better) >= own]
+            cells += [distance(learned, swept[best], program.better), f"{len(behind)} of {len(swept)}"]
+        cells += [""] * (len(titles) - len(cells))
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def mean(records: Sequence[Record], name: str, mechanic: bool, factor: float) -> float | None:
-    wanted = name, mechanic, factor
-    values = [record["value"] for record in records if key_of(record)[:3] == wanted]
-    return sum(values) / len(values) if values else None
+def means(records: Sequence[Record]) -> tuple[dict[tuple[bool, float], float], int]:
+    """The mean of each method over the seeds that all of them have, and how many these are."""
+    values: dict[tuple[bool, float], dict[int, float]] = {}
+    for record in records:
+        values.setdefault((record["mechanic"], record["factor"]), {})[record["seed"]] = record["value"]
+    shared = set.intersection(*map(set, values.values())) if values else set()
+    return {key: sum(each[seed] for seed in shared) / len(shared) for key, each in values.items() if shared}, len(
+        shared
+    )
 
 
 def cost(value: float, better: str) -> float:
@@ -119,15 +124,11 @@ def cost(value: float, better: str) -> float:
     return -value if better == HIGHER else value
 
 
-def is_better(one: float, other: float, better: str) -> bool:
-    return cost(one, better) < cost(other, better)
-
-
 def distance(value: float, best: float, better: str) -> str:
-    """The ratio, above 1 where the value is worse; the difference where the signs are not the same."""
+    """The ratio, above 1 where the value is worse, or the difference for a measure that has no zero."""
     ours, least = cost(value, better), cost(best, better)
-    if ours * least <= 0:
-        return f"{ours - least:+.3g}"
+    if ours * least <= 0 or (better == LOWER and least < 0):
+        return f"{ours - least:+.3f}"
     return f"{ours / least if least > 0 else least / ours:.3f}"
 
 

@@ -72,6 +72,7 @@ GROUPS = {
         [
             *("deepxde", "fastai", "gpytorch", "lightning", "neuralforecast", "pykeen", "pyro-ppl", "pytorch-tabnet"),
             *("sbi", "scikit-learn", "scvi-tools", "skorch", "stable-baselines3", "torch_geometric", "u8darts[torch]"),
+            WITH_TORCHVISION,  # fastai has it installed, and torchmetrics then loads it
         ],
         ["tests/programs/quality.py"],
         "",
