@@ -3,6 +3,8 @@
 Into .programs/, one environment for those that go together, removed when its tests pass unless `--keep` is given. Each
 runs the tests of its own programs: one may bring another along in a version that does not work there.
 
+The last environment, "quick-starts", is for `quality.py`: Mechanic against the default learning rates of others.
+
 Not part of CI, for it needs the network: what is in the development set runs in `make test`, the rest is skipped there.
 
 An environment has the torch of constraints.txt unless its programs need an older one. Which build of it, for the CPU or
@@ -36,6 +38,9 @@ class Programs(NamedTuple):
     tests: str
 
 
+QUICK_STARTS = "quick-starts"
+"""No tests but a benchmark: `--only quick-starts` may be followed by its options."""
+
 LOADERS = ["tests/programs/test_class_loaders.py"]
 
 GROUPS = {
@@ -63,6 +68,15 @@ GROUPS = {
     ),
     "axolotl": Programs(["axolotl"], ["tests/programs/test_axolotl.py"], "axolotl"),
     "ms-swift": Programs(["ms-swift"], ["tests/programs/test_ms_swift.py"], "ms_swift"),
+    QUICK_STARTS: Programs(
+        [
+            *("deepxde", "fastai", "gpytorch", "lightning", "neuralforecast", "pykeen", "pyro-ppl", "pytorch-tabnet"),
+            *("sbi", "scikit-learn", "scvi-tools", "skorch", "stable-baselines3", "torch_geometric", "u8darts[torch]"),
+            WITH_TORCHVISION,  # fastai has it installed, and torchmetrics then loads it
+        ],
+        ["tests/programs/quality.py"],
+        "",
+    ),
 }
 
 NEEDED = ["pytest", "pytest-timeout", "pytest-xdist"]
@@ -72,14 +86,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=GROUPS, help="one environment")
     parser.add_argument("--keep", action="store_true", help="keep the environments, some 2 GB each")
-    args, pytest_args = parser.parse_known_args()
+    args, further = parser.parse_known_args()
     names = [args.only] if args.only else list(GROUPS)
-    failed = [name for name in names if not run(name, args.keep, pytest_args)]
+    failed = [name for name in names if not run(name, args.keep, further)]
     print(f"\nfailed: {', '.join(failed)}" if failed else "\nall passed")
     return bool(failed)
 
 
-def run(name: str, keep: bool, pytest_args: list[str]) -> bool:
+def run(name: str, keep: bool, further: list[str]) -> bool:
     """Whether its programs could be installed and all of their tests passed: one that is skipped has found none."""
     print(f"\n== {name}", flush=True)
     python, report = HOME / name / "bin" / "python", HOME / f"{name}.xml"
@@ -87,11 +101,15 @@ def run(name: str, keep: bool, pytest_args: list[str]) -> bool:
         subprocess.run([sys.executable, "-m", "venv", HOME / name], check=True)
     install = [python, "-m", "pip", "install", "--quiet", "--editable", REPO, *requirements(name)]
     _, files, names = GROUPS[name]
-    # anyio's plugin, which axolotl brings along, imports what the newest pytest warns of
-    options = ["-q", "-p", "no:anyio", f"--junitxml={report}", *pytest_args]
-    tests = [python, "-m", "pytest", *files, "-k", names, *options]
+    if name == QUICK_STARTS:
+        tests = [python, *files, *(further or ["--methods", "mechanic"])]
+    else:
+        # anyio's plugin, which axolotl brings along, imports what the newest pytest warns of
+        options = ["-q", "-p", "no:anyio", f"--junitxml={report}", *further]
+        tests = [python, "-m", "pytest", *files, "-k", names, *options]
     passed = all(subprocess.run(command, cwd=REPO).returncode == 0 for command in (install, tests))
-    if passed and any(int(suite.get("skipped", 0)) for suite in ElementTree.parse(report).iter("testsuite")):
+    suites = ElementTree.parse(report).iter("testsuite") if passed and name != QUICK_STARTS else []
+    if any(int(suite.get("skipped", 0)) for suite in suites):
         print(f"{name}: skipped tests count as failed here")
         passed = False
     if passed and not keep:
