@@ -80,7 +80,7 @@ def build(info: Any, index: int, weights: list[Tensor]) -> MechanicOptimizer:
 @pytest.mark.slow
 @pytest.mark.parametrize(("info", "index"), CASES)
 def test_it_goes_downhill_and_foreach_and_fused_equal_the_for_loop(info: Any, index: int) -> None:
-    """As far as the base's own do, on their way: torch's ASGD keeps its rate in float32 in one and differs from itself."""
+    """As far as the base's own do, as far as they go: torch's ASGD keeps its rate in float32 in one of them."""
     kinds = [kind for kind in ("foreach", "fused") if kind in info.supported_impls]
     if isinstance(inputs(info, index).get("lr"), Tensor):  # torch refuses foreach with a tensor lr on a CPU
         kinds = [kind for kind in kinds if kind != "foreach"]
