@@ -150,6 +150,13 @@ _REMEDY = (
 _DAMAGED = f"it is damaged. {_REMEDY}"
 
 
+def _path_of_squares(numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Format 3 had the sum of scale * lr where that of its squares is now: as if all steps had been alike."""
+    path, lr, elapsed = (numbers.get(name, [0.0])[0] for name in ("path", "lr", "elapsed"))
+    steps = max(elapsed / lr, 1.0) if lr > 0 else 1.0
+    return {"path": [path**2 / steps]} if path > 0 else {}
+
+
 class _Reader:
     """Reads one param group; every error names the group and the key."""
 
@@ -164,6 +171,8 @@ class _Reader:
         if self._was_rule() == self.settings.rule:
             read = {name: self._field(name) for name in fields(self.settings)}
             numbers = {name: values for name, values in read.items() if values is not None}
+            if self.header.format < FORMAT:
+                numbers |= _path_of_squares(numbers)
         else:
             numbers = self._adopted()
         steps, skipped = self._count("steps", self.group), self._count("skipped", self.group)

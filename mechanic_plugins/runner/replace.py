@@ -91,18 +91,26 @@ class _Replaced:
     def _mechanized(self, cls: Any, caller: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_owner(cls, caller)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        if self._base:
-            base, left_out = _built_as(_imported(self._base), cls, args, kwargs)
-            _pass_for_prodigy_plus(base, cls)
-        else:
-            base, left_out = self._plain(cls, args, kwargs), ""
-            base.__init__(*args, **kwargs)
+        base, left_out = self._built(cls, args, kwargs)
+        kind = class_for(cls, bool(self._base))
+        kind.again = staticmethod(lambda *args, **kwargs: (self._built(cls, args, kwargs)[0], self._plan.options))
         try:
-            optimizer = _wrapped(base, class_for(cls, bool(self._base)), self._plan.options)
+            optimizer = object.__new__(kind)
+            _wrap(optimizer, kind, base, self._plan.options)
         except ValueError as error:
             raise ValueError(f"{error} With the runner: --replace {self._name}=torch.optim.AdamW") from error
         self._announce(cls, base, where, left_out)
         return optimizer
+
+    def _built(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
+        """The base, and what arguments it does not take."""
+        if self._base:
+            base, left_out = _built_as(_imported(self._base), cls, args, kwargs)
+            _pass_for_prodigy_plus(base, cls)
+            return base, left_out
+        base = self._plain(cls, args, kwargs)
+        base.__init__(*args, **kwargs)
+        return base, ""
 
     def _announce(self, cls: Any, base: Any, where: str, left_out: str) -> None:
         self._events.note("replaced", self._name)
@@ -176,7 +184,7 @@ def _pass_for_prodigy_plus(base: Any, old: Any) -> None:
 # -------------------------------------------------------------------- the class that the program gets
 
 
-def _wrapped(base: Any, kind: Any, options: str) -> Any:
+def _wrap(optimizer: Any, kind: Any, base: Any, options: str) -> None:
     from mechanic_plugins.hf.optim_args import parse
     from mechanic_plugins.options import configured
 
@@ -184,9 +192,7 @@ def _wrapped(base: Any, kind: Any, options: str) -> Any:
         configuration = configured(parse(options))
     except (TypeError, ValueError) as error:
         stop(str(error).replace("optim_args", "--options"))
-    optimizer = object.__new__(kind)
     super(kind, optimizer).__init__(base, **configuration)
-    return optimizer
 
 
 @functools.cache
@@ -206,7 +212,12 @@ def class_for(old: Any, has_other_base: bool) -> Any:
 
 
 def _was_built(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Python calls `__init__` on what `__new__` returns, which is built already."""
+    """Python calls `__init__` on what `__new__` returns, which is built already.
+
+    It is not where a program builds another one by the class of the first, as PyKEEN does.
+    """
+    if "base" not in vars(self) and (args or kwargs):
+        _wrap(self, type(self), *type(self).again(*args, **kwargs))
 
 
 def _blank(old: Any, has_other_base: bool) -> Any:

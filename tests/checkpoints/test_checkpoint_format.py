@@ -291,7 +291,10 @@ def as_format_3(opt: Any) -> dict[str, Any]:
     saved = copy.deepcopy(opt.state_dict())
     played = saved["param_groups"][0]["mechanic_played"]
     for group in saved["param_groups"]:
-        group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), "format": 3})
+        header = json.loads(group["mechanic_tuners"]) | {"format": 3}
+        later, steps = header["later"], max(header["later"]["mechanic_elapsed"] / group["mechanic_lr"], 1)
+        later["mechanic_path"] = math.sqrt(later["mechanic_path"] * steps)
+        group["mechanic_tuners"] = json.dumps(header)
     for entries, p in zip(saved["state"].values(), opt.param_groups[0]["params"], strict=True):
         ref, master = entries["mechanic_ref"], entries.pop("mechanic_master", p.detach())
         entries["mechanic_delta"] = (master.float() - ref.float()) / played if played else ref.float()

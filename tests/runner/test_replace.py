@@ -113,6 +113,21 @@ def test_it_trains_as_mechanize_does(library: Any) -> None:
     assert opt.scale > 0
 
 
+@pytest.mark.parametrize(("name", "new"), [("Fancy", ""), ("Prodigy", "torch.optim.AdamW")])
+def test_another_one_by_the_class_of_the_first_is_mechanized_too(library: Any, name: str, new: str) -> None:
+    """PyKEEN builds its optimizer anew for each training; the second one was never built."""
+    replace(library, name, new, options="max_scale=3")
+    first, p = getattr(library, name)([param()], lr=0.2), param()
+    second = type(first)(params=[p], lr=0.5)
+    assert type(second) is type(first)
+    assert (second.param_groups[0]["lr"], second.settings.max_scale) == (0.5, 3)
+    for _ in range(3):
+        second.zero_grad()
+        p.square().sum().backward()
+        second.step()
+    assert second.learned_lr > 0
+
+
 def test_its_own_methods_act_on_the_base(library: Any) -> None:
     replace(library, "Fancy")
     opt = library.Fancy([param()], charm=3)
