@@ -309,6 +309,14 @@ class Plan:
 
     def is_current(self) -> bool:
         """Whether this step can follow the plan, if the optimizer's parameters are the same."""
+        return (
+            self.has_same_groups()
+            and _are_the_same(self._kept, [state.get(self.slot) for state in self._mine])
+            and [(p.dtype, p.shape, p.stride(), p.device) for p in self.params] == self._kinds
+        )
+
+    def has_same_groups(self) -> bool:
+        """Whether the base has the param groups, the options and the states that it had."""
         base = self.base
         return (
             self.is_complete
@@ -316,8 +324,6 @@ class Plan:
             and _are_the_same(self._groups, base.param_groups)
             and _are_the_same(self._states, base.state.values())
             and not any(map(operator.is_not, [p.grad for p in self._outsiders], itertools.repeat(None)))
-            and _are_the_same(self._kept, [state.get(self.slot) for state in self._mine])
-            and [(p.dtype, p.shape, p.stride(), p.device) for p in self.params] == self._kinds
             and False not in [getter(group) == options for group, getter, options in self._options]
         )
 
