@@ -214,10 +214,13 @@ def class_for(old: Any, has_other_base: bool) -> Any:
 def _was_built(self: Any, *args: Any, **kwargs: Any) -> None:
     """Python calls `__init__` on what `__new__` returns, which is built already.
 
-    It is not where a program builds another one by the class of the first, as PyKEEN does.
+    It is not where a program builds another one from the class and a param group of the first, as PyKEEN does.
     """
     if "base" not in vars(self) and (args or kwargs):
-        _wrap(self, type(self), *type(self).again(*args, **kwargs))
+        from mechanic_plugins.core.param_state import PREFIX
+
+        own = {key: value for key, value in kwargs.items() if not key.startswith(PREFIX)}
+        _wrap(self, type(self), *type(self).again(*args, **own))
 
 
 def _blank(old: Any, has_other_base: bool) -> Any:

@@ -118,7 +118,9 @@ def test_another_one_by_the_class_of_the_first_is_mechanized_too(library: Any, n
     """PyKEEN builds its optimizer anew for each training; the second one was never built."""
     replace(library, name, new, options="max_scale=3")
     first, p = getattr(library, name)([param()], lr=0.2), param()
-    second = type(first)(params=[p], lr=0.5)
+    group = {key: value for key, value in first.param_groups[0].items() if key in ("lr", "betas")}
+    group |= {key: value for key, value in first.param_groups[0].items() if key.startswith("mechanic_")}
+    second = type(first)(**group | {"params": [p], "lr": 0.5})
     assert type(second) is type(first)
     assert (second.param_groups[0]["lr"], second.settings.max_scale) == (0.5, 3)
     for _ in range(3):
