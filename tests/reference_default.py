@@ -4,7 +4,7 @@ Nothing is kept of the past moves but where the weights are: D = x - x_ref. For 
 
     size  = sqrt(gradients that are not 0) * root of the mean of min(|x|, 1)^2 over the weights that are not 0
     w     = lr / highest lr: what a step counts
-    U^2   = sum(w * |D|^2 / sum((S * lr)^2)) / n; before the first move |u| / lr of the update that is not made
+    U^2   = the mean of |D|^2 / sum((S * lr)^2) over the run, by w; first |u| / lr of the update that is not made
     z     = -<D, g>, with the gradient of the penalty in g, where the base adds one
     rho   = sum(w * z) / sqrt(sum(w * z^2) * (n + 40)), n = sum(w); these fade by 1 - w / (40 + n_total / 4) a step
     S     = PRIOR * size / (highest lr * U) * exp(4 * rho), exp(rho) where rho < 0
@@ -40,7 +40,7 @@ class Rule:
         self.U = 0.0
         self.path = 0.0  # the sum of (S * lr)^2
         self.elapsed = 0.0  # the sum of lr
-        self.r = self.v = self.m = self.u = 0.0
+        self.r = self.v = self.m = 0.0
 
     def measure(self, x: Tensors, g: Tensors) -> None:
         """Once, over the parameters that have a gradient."""
@@ -58,13 +58,12 @@ class Rule:
             self.size = math.sqrt(self.touched) * self.typical
 
     def gather(self, z: float, square: float, w: float) -> None:
-        kept = 1 - w / (40 + 0.25 * self.elapsed / self.highest_lr)
+        run = self.elapsed / self.highest_lr
+        self.U = math.sqrt((run * self.U**2 + w * square) / (run + w))
+        kept = 1 - w / (40 + 0.25 * run)
         self.r = kept * self.r + w * z
         self.v = kept * self.v + w * z**2
         self.m = kept * self.m + w
-        self.u = kept * self.u + w * square
-        if self.m > 0:
-            self.U = math.sqrt(self.u / self.m)
 
     def choose(self) -> None:
         if self.U == 0 or self.highest_lr == 0:

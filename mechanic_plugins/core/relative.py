@@ -6,12 +6,12 @@ corrected by the evidence of the run: every gradient shows by z = <x_ref - x, g>
 run moved further (z > 0, favourable) or less far (z < 0, adverse). In full:
 
     size = the root mean square of the weights that are not 0, times the root of the number that is trained
-    U    = |x - x_ref| / sqrt(sum((S * lr)^2)), its root mean square over the window
-    rho  = sum(z) / sqrt(sum(z^2) * (n + DOUBT)), -1 < rho < 1, over the window
+    U    = |x - x_ref| / sqrt(sum((S * lr)^2)), its root mean square over the run
+    rho  = sum(z) / sqrt(sum(z^2) * (n + DOUBT)), -1 < rho < 1
     S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho), with GAIN * ADVERSE where rho < 0
 
-The sums forget: their window is `MEMORY` of the run so far and `DOUBT` steps at least, so that nothing depends on the
-length of the run. A step counts by its learning rate beside the highest: in a warm-up little is proved. Adverse
+The sums of z forget: their window is `MEMORY` of the run so far and `DOUBT` steps at least, so that nothing depends on
+the length of the run. A step counts by its learning rate beside the highest: in a warm-up little is proved. Adverse
 evidence moves the scale less, since much of it is noise that a schedule's fall will remove.
 
 A weight above 1 counts as 1, which makes a few large ones harmless, such as an output bias at the targets' mean. What
@@ -36,7 +36,7 @@ ADVERSE = 0.25
 DOUBT = 40.0
 """Steps without evidence that are counted in."""
 MEMORY = 0.25
-"""The window, as a share of the run so far."""
+"""The window of the evidence, as a share of the run so far."""
 BEGINNING = 3
 """Gradients in which the trained elements are counted."""
 OUTLIER = 100.0
@@ -78,13 +78,13 @@ def _size(sums: Products) -> float:
 
 
 def _gather(row: Row, z: float, dd: float, weight: float) -> None:
-    kept = 1 - weight / (DOUBT + MEMORY * row.elapsed / row.lr)
-    before = kept * row.m[0]
+    run = row.elapsed / row.lr
+    kept = 1 - weight / (DOUBT + MEMORY * run)
     row.r = [kept * row.r[0] + weight * z]
     row.v = [kept * row.v[0] + weight * z * z]
-    row.m = [before + weight]
-    if row.path > 0 and row.m[0] > 0:
-        row.length = math.sqrt((before * row.length**2 + weight * dd / row.path) / row.m[0])
+    row.m = [kept * row.m[0] + weight]
+    if row.path > 0:
+        row.length = math.sqrt((run * row.length**2 + weight * dd / row.path) / (run + weight))
 
 
 def _rho(row: Row) -> float:

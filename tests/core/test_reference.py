@@ -290,19 +290,20 @@ def test_the_default_rule_by_hand() -> None:
     S_1 = PRIOR * size / (2 * 2.5)
     assert judge.vectors("s") == pytest.approx([S_1], rel=1e-15)
     assert judge.x[0].tolist() == pytest.approx([1 - S_1 * 2, 0, 4], rel=1e-15)
-    # |D| = 2 S after one step of 2 S: U = 1. z = 2 S * 4, alone, so rho = 1 / sqrt(1 + 40).
+    # |D| = 2 S after one step of 2 S: a length of 1, in the mean with 2.5. z = 2 S * 4, alone: rho = 1 / sqrt(1 + 40).
     judge.step([vector(4.0, 0.0, 0.0)])
-    S_2 = PRIOR * size / 2 * math.exp(4 / math.sqrt(41))
+    U = math.sqrt((2.5**2 + 1) / 2)
+    S_2 = PRIOR * size / (2 * U) * math.exp(4 / math.sqrt(41))
     assert judge.vectors("s") == pytest.approx([S_2], rel=1e-14)
     assert judge.x[0][0].item() == pytest.approx(1 - 2 * S_1 - 8 * S_2, rel=1e-14)
     # Now |D| = 2 S_1 + 8 S_2, and z is negative. At half the lr this counts half; the other half of two steps fades.
     D, w = 2 * S_1 + 8 * S_2, 0.5
-    kept, z_1, z_2 = 1 - w / (40 + 0.25 * 2), 8 * S_1, -0.5 * D
-    U = math.sqrt((kept + w * D**2 / (4 * S_1**2 + 4 * S_2**2)) / (kept + w))
+    kept, z_1, z_2 = 1 - w / (40 + 0.25 * 2), 8 * S_1, -2 * D
+    U = math.sqrt((2 * U**2 + w * D**2 / (4 * S_1**2 + 4 * S_2**2)) / (2 + w))
     rho = (kept * z_1 + w * z_2) / math.sqrt((kept * z_1**2 + w * z_2**2) * (kept + w + 40))
     assert rho < 0
     judge.base.param_groups[0]["lr"] = 1.0
-    judge.step([vector(-0.5, 0.0, 0.0)])
+    judge.step([vector(-2.0, 0.0, 0.0)])
     assert judge.vectors("s") == pytest.approx([PRIOR * size / (2 * U) * math.exp(rho)], rel=1e-14)
 
 
