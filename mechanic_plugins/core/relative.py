@@ -28,7 +28,7 @@ from mechanic_plugins.core.row import Products, Row
 __all__ = ["ADVERSE", "BEGINNING", "DOUBT", "GAIN", "MEMORY", "OUTLIER", "PRIOR", "advance", "walk"]
 
 PRIOR = 0.025
-"""What the first step should change of the weights."""
+"""The share of the weights' size that the first step should change."""
 GAIN = 4.0
 """How far the evidence moves the scale: up by a factor of exp(4) at most."""
 ADVERSE = 0.25
@@ -67,9 +67,15 @@ def advance(row: Row, sums: Products, lr: float) -> None:
 
 
 def walk(row: Row, before: float, lr: float) -> None:
-    """Adds the step that is about to be made at `row.played` to the path; the first updates are not made yet."""
-    if row.path >= 0 and lr > 0:
-        row.path = (row.path if before > 0 else 0.0) + ((row.played or 1.0) * lr) ** 2
+    """Adds the step that is about to be made at `row.played` to the path, which updates only measured do not belong to.
+
+    A path below 0 stays: the run went on from another rule's scale, and its length is not known.
+    """
+    if row.path < 0:
+        return
+    if before == 0 and (row.played > 0 or lr > 0):
+        row.path = 0.0
+    row.path += ((row.played or 1.0) * lr) ** 2
 
 
 def _size(sums: Products) -> float:

@@ -82,7 +82,7 @@ class TunerState:
 
     @property
     def rows(self) -> list[Row]:
-        """Waits for the device, if that has them. A CUDA graph may write them over: they are read anew each time."""
+        """Waits for the device, if that has them. A CUDA graph may overwrite them, so they are read each time."""
         if self._is_on_device:
             *numbers, steps, skipped = self.flat.tolist()
             self._rows = [Row.of(numbers[at : at + self.width]) for at in range(0, len(numbers), self.width)]

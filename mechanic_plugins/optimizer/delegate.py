@@ -22,7 +22,7 @@ Group = dict[str, Any]
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step with what torch puts around it, hooks and a mark for profilers, but only where somebody wants them.
+    """A step with what torch puts around it, hooks and a mark for profilers, but only where they are in use.
 
     The mark takes the host longer than the launch of a whole step on a GPU.
     """

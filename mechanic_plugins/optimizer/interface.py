@@ -130,7 +130,7 @@ class Wrapper(Delegate):
 
     @property
     def _progress(self) -> Progress:
-        """The live tuner, on the parameters' device; read anew where somebody has loaded state or moved the model."""
+        """The live tuner, on the parameters' device; read again after a load, or when the model was moved."""
         live, device = self._live, self._device()
         if live is not None and live.tuner.device != device:
             self._write(live)
@@ -255,7 +255,7 @@ class Wrapper(Delegate):
         self._last.clear()
         if not holds_tuner(self.param_groups):
             warnings.warn(
-                "the loaded state has no Mechanic in it: the base's moments are kept, and the scale is learned anew "
+                "the loaded state has no Mechanic in it: the base's moments are kept, and the scale is learned again "
                 "from the current weights.",
                 stacklevel=2,
             )

@@ -33,7 +33,7 @@ class Readout(Wrapper):
     """
 
     def _note_lrs(self) -> None:
-        """A scheduler may change the lr before somebody asks for the effective one."""
+        """A scheduler may change the lr before the effective one is read."""
         lrs = [dict.get(group, "lr") for group in self.param_groups]
         self._last_lrs = [lr if type(lr) is float or not isinstance(lr, Tensor) else lr.detach().clone() for lr in lrs]
 

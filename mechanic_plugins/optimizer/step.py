@@ -190,7 +190,7 @@ class MechanicOptimizer(Freezing):
         return any(max(a, b) > OUTLIER * min(a, b) > 0 for a, b in pairs if math.isfinite(a))
 
     def _forget_start(self, progress: Progress) -> None:
-        """Begins anew with this step: the outlier would stay in the base's moments."""
+        """Starts over with this step: the outlier would stay in the base's moments."""
         self.state.clear()
         self._forget_plans()  # they hold what was cleared
         constants, tuner = self._units.constants(progress), progress.tuner

@@ -280,3 +280,14 @@ def test_scaled_gradients_scale_their_sums() -> None:
         return torch.cat([one, 2 * one, torch.ones(1, dtype=torch.float64)])
 
     torch.testing.assert_close(with_scaled_gradients(vector(g), factor), vector(factor * g), rtol=1e-15, atol=0)
+
+
+def test_a_schedule_that_stands_at_zero_at_the_first_move() -> None:
+    """One group's, while others train. The path of what was only measured is no part of the run's."""
+    rows = [played([FIRST])]
+    step(rows, STEPS[0], lrs=[0.0])
+    for _ in range(2):
+        step(rows, (0.0, 4.0, 9.0, 1.0, 0.0, 0.0), lrs=[0.0])
+    step(rows, (0.0, 4.0, 9.0, 1.0, 0.0, 0.0), lrs=[1.0])
+    assert rows[0].path == pytest.approx(rows[0].played ** 2, rel=1e-15)
+    assert all(map(math.isfinite, rows[0].numbers()))
