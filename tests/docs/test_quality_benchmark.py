@@ -39,6 +39,7 @@ ONE_OF_EACH_FAMILY = {
     "GPT-2": "GPT-2, adamw, 1500 steps",
     "GPT tuned": "GPT tuned, adamw, 75 steps",
     "GPT with LoRA": "GPT with LoRA, adamw, 200 steps",
+    "schedules": "digits, adamw, MLP, restarts",
 }
 OTHERS = ("collapse, random labels", "collapse, tied embeddings", "collapse, adam, decay 0.01, cosine", "digits, adamw")
 

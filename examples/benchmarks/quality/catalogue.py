@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from pictures import rows_of_pictures
 from tables import rows_of_tables
-from task import Problem, Size
+from task import Problem, Schedule, Size
 from texts import rows_of_texts
 
 __all__ = ["FAMILIES", "problems"]
@@ -25,11 +27,36 @@ FAMILIES: dict[Size, tuple[str, ...]] = {
         "language",
         "fine-tuning",
         "warm-ups",
+        "schedules",
         "trends",
     ),
-    "gpu": ("ResNet-18", "VGG", "ViT", "diffusion", "GPT", "GPT-2", "GPT tuned", "GPT with LoRA", "trends"),
+    "gpu": (
+        "ResNet-18",
+        "VGG",
+        "ViT",
+        "diffusion",
+        "GPT",
+        "GPT-2",
+        "GPT tuned",
+        "GPT with LoRA",
+        "schedules",
+        "trends",
+    ),
 }
 """What there is at each size; "smoke" has all of them."""
+WARMUPS: dict[Schedule, float] = {"constant": 0.0, "wsd": 0.05, "one-cycle": 0.3, "restarts": 0.0}
+UNDER_OTHER_SCHEDULES: dict[str, tuple[Schedule, ...]] = {
+    "digits, adamw, MLP": ("wsd", "one-cycle", "restarts"),
+    "letter, adamw, MLP": ("constant", "wsd", "one-cycle", "restarts"),
+    "letter, sgd, MLP": ("constant", "wsd", "one-cycle", "restarts"),
+    "cifar10, sgd": ("constant", "wsd", "one-cycle", "restarts"),
+    "austen, adamw, 1000 steps": ("constant", "wsd", "one-cycle", "restarts"),
+    "diffusion, adamw": ("constant", "wsd"),
+    "ResNet-18, sgd": ("constant", "wsd"),
+    "VGG with batch norm, sgd": ("constant", "wsd"),
+    "GPT, adamw, 1500 steps": ("constant", "wsd"),
+}
+"""What is also trained otherwise than under a warm-up and a cosine."""
 
 
 def problems(size: Size, folder: Path | None, encoder: str | None, cache: Path) -> list[Problem]:
@@ -41,8 +68,17 @@ def problems(size: Size, folder: Path | None, encoder: str | None, cache: Path) 
         encoder: The path of a pretrained encoder in transformers' layout.
         cache: Where to keep the language models that are trained first and tuned then.
     """
-    return [
+    rows = [
         *rows_of_tables(size, folder),
         *rows_of_pictures(size, folder),
         *rows_of_texts(size, folder, encoder, cache),
     ]
+    return [*rows, *_under_other_schedules(rows)]
+
+
+def _under_other_schedules(rows: Iterable[Problem]) -> Iterator[Problem]:
+    for row in rows:
+        for schedule in UNDER_OTHER_SCHEDULES.get(row.name, ()):
+            yield replace(
+                row, name=f"{row.name}, {schedule}", family="schedules", schedule=schedule, warmup=WARMUPS[schedule]
+            )

@@ -61,14 +61,18 @@ class _Residual(nn.Module):
 
 
 class VGG(nn.Module):
-    """Convolutions one after the other, without normalisation, as torch initialises them: it starts on a plateau."""
+    """Convolutions one after the other. As torch initialises them, they start on a plateau without batch norm."""
 
-    def __init__(self, channels: int, pixels: int, classes: int, *, widths: Sequence[int], dropout: float) -> None:
+    def __init__(
+        self, channels: int, pixels: int, classes: int, *, widths: Sequence[int], dropout: float, norm: bool = False
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for width in widths:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
-            layers += [nn.ReLU(), nn.MaxPool2d(2)]
+            for inputs in (channels, width):
+                layers.append(nn.Conv2d(inputs, width, 3, padding=1, bias=not norm))
+                layers += [nn.BatchNorm2d(width), nn.ReLU()] if norm else [nn.ReLU()]
+            layers.append(nn.MaxPool2d(2))
             channels, pixels = width, pixels // 2
         layers += [nn.Flatten(), nn.Dropout(dropout), nn.Linear(channels * pixels**2, channels), nn.ReLU()]
         self.layers = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(channels, classes))

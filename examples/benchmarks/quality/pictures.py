@@ -127,6 +127,8 @@ def _large_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     build = functools.partial(_classes, folder, name, "vgg", vgg, batch, augment=True)
     lrs = half_decades(3e-3, 1e-1)
     yield row("VGG, sgd", "VGG", "sgd", lrs, build=build, weight_decay=5e-4, base_options=nesterov)
+    build = functools.partial(_classes, folder, name, "vgg", {**vgg, "norm": True}, batch, augment=True)
+    yield row("VGG with batch norm, sgd", "VGG", "sgd", sgd, build=build, weight_decay=5e-4, base_options=nesterov)
     build = functools.partial(_classes, folder, name, "vit", vit, batch, augment=True)
     yield row("ViT, adamw", "ViT", "adamw", half_decades(1e-4, 1e-2), build=build, weight_decay=0.05, clip=1.0)
 

@@ -9,11 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Base", "Build", "Measure", "Problem", "Size", "Task", "batches", "half_decades"]
+__all__ = ["Base", "Build", "Measure", "Problem", "Schedule", "Size", "Task", "batches", "half_decades"]
 
 Size = Literal["smoke", "cpu", "gpu"]
 Base = Literal["adamw", "adam", "sgd", "lion", "muon"]
 Measure = Literal["test_loss", "test_error", "train_error"]
+Schedule = Literal["cosine", "step", "constant", "wsd", "one-cycle", "restarts"]
 Build = Callable[[Sequence[int], torch.device], "Task"]
 
 
@@ -51,7 +52,7 @@ class Problem:
     """From seeds, one for each member, and a device."""
     measure: Measure = "test_loss"
     """What the methods are ranked by."""
-    schedule: Literal["cosine", "step", "constant"] = "cosine"
+    schedule: Schedule = "cosine"
     warmup: float = 0.05
     clip: float | None = None
     weight_decay: float = 0.0

@@ -184,7 +184,11 @@ def _factor(problem: Problem, step: int, warm: int) -> float:
     if step < warm:
         return (step + 1) / warm
     share = (step - warm) / max(1, problem.steps - warm)
-    if problem.schedule == "cosine":
+    if problem.schedule == "wsd":
+        return min(1.0, 5 * (1 - share))
+    if problem.schedule == "restarts":  # four rounds
+        share = 4 * share % 1
+    if problem.schedule in ("cosine", "restarts", "one-cycle"):  # one-cycle: a cosine after a long warm-up
         return 0.5 * (1 + math.cos(math.pi * share))
     if problem.schedule == "step":
         return 0.1 ** sum(share >= mark for mark in (0.6, 0.8, 0.95))
