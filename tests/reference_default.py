@@ -4,7 +4,7 @@ Nothing is kept of the past moves but where the weights are: D = x - x_ref. For 
 
     size  = sqrt(gradients that are not 0) * root of the mean of min(|x|, 1)^2 over the weights that are not 0
     w     = lr / highest lr: what a step counts
-    U^2   = the mean of |D|^2 / sum((S * lr)^2) over the run, by w; first |u| / lr of the update that is not made
+    U^2   = the mean of |D|^2 / sum((S * lr)^2) over the run, by w; at first 2 |u| / lr of the update that is not made
     z     = -<D, g>, with the gradient of the penalty in g, where the base adds one
     rho   = sum(w * z) / sqrt(sum(w * z^2) * (n + 40)), n = sum(w); these fade by 1 - w / (40 + n_total / 4) a step
     S     = PRIOR * size / (highest lr * U) * exp(4 * rho), exp(rho) where rho < 0
@@ -22,7 +22,7 @@ from reference import Around, BaseFactory, Tensors, Vector, inner
 from torch import Tensor
 
 PRIOR = 0.025
-"""What the first update should change of a typical weight."""
+"""What a step should change of a typical weight."""
 
 
 class Rule:
@@ -140,7 +140,7 @@ class Default(Around):
             if part.path > 0 and part.S > 0:
                 part.gather(-inner(D, pull), inner(D, D) / part.path, lr / part.highest_lr)
             elif part.path > 0:
-                part.U = math.sqrt(inner(D, D) / part.path)
+                part.U = 2 * math.sqrt(inner(D, D) / part.path)
         part.gradients += 1
         part.choose()
         part.S = min(part.S, self.max_scale)

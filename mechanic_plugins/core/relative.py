@@ -6,7 +6,7 @@ corrected by the evidence of the run: every gradient shows by z = <x_ref - x, g>
 run moved further (z > 0, favourable) or less far (z < 0, adverse). In full:
 
     size = the root mean square of the weights that are not 0, times the root of the number that is trained
-    U    = |x - x_ref| / sqrt(sum((S * lr)^2)), its root mean square over the run
+    U    = |x - x_ref| / sqrt(sum((S * lr)^2)), its root mean square over the run; at first START times an update's length
     rho  = sum(z) / sqrt(sum(z^2) * (n + DOUBT)), -1 < rho < 1
     S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho), with GAIN * ADVERSE where rho < 0
 
@@ -25,10 +25,12 @@ import math
 
 from mechanic_plugins.core.row import Products, Row
 
-__all__ = ["ADVERSE", "BEGINNING", "DOUBT", "GAIN", "MEMORY", "OUTLIER", "PRIOR", "advance", "walk"]
+__all__ = ["ADVERSE", "BEGINNING", "DOUBT", "GAIN", "MEMORY", "OUTLIER", "PRIOR", "START", "advance", "walk"]
 
 PRIOR = 0.025
-"""The share of the weights' size that the first step should change."""
+"""The share of the weights' size that a step should change."""
+START = 2.0
+"""How many times its length the first update is taken for, since the next ones go the same way."""
 GAIN = 4.0
 """How far the evidence moves the scale: up by a factor of exp(4) at most."""
 ADVERSE = 0.25
@@ -58,7 +60,7 @@ def advance(row: Row, sums: Products, lr: float) -> None:
         if row.played > 0:
             _gather(row, -come, sums.dd, lr / row.lr)
         elif row.path > 0:
-            row.length = math.sqrt(sums.dd / row.path)
+            row.length = START * math.sqrt(sums.dd / row.path)
     row.gradients += 1
     if row.length > 0 and row.lr > 0:
         rho = _rho(row)

@@ -281,18 +281,18 @@ def default(start: Tensor, lr: float = 1.0, **options: Any) -> Default:
 
 def test_the_default_rule_by_hand() -> None:
     # x = (1, 0, 4): 4 counts as 1, and so does the mean of those that are not 0. Two elements have a gradient.
-    # g = (3, 4, 0): u = -(3, 4, 0) is not made. Then U = 5 / 2 with lr 2, and S = PRIOR size / (2 * 2.5).
+    # g = (3, 4, 0): u = -(3, 4, 0) is not made. Then U = 2 * 5 / 2 with lr 2, and S = PRIOR size / (2 * 5).
     size = math.sqrt(2)
     judge, x_0 = default(vector(1.0, 0.0, 4.0), 2.0), vector(1.0, 0.0, 4.0)
     judge.step([vector(1.5, 2.0, 0.0)])
     assert torch.equal(judge.x[0], x_0)
     judge.step([vector(1.0, 0.0, 0.0)])
-    S_1 = PRIOR * size / (2 * 2.5)
+    S_1 = PRIOR * size / (2 * 5)
     assert judge.vectors("s") == pytest.approx([S_1], rel=1e-15)
     assert judge.x[0].tolist() == pytest.approx([1 - S_1 * 2, 0, 4], rel=1e-15)
-    # |D| = 2 S after one step of 2 S: a length of 1, in the mean with 2.5. z = 2 S * 4, alone: rho = 1 / sqrt(1 + 40).
+    # |D| = 2 S after one step of 2 S: a length of 1, in the mean with 5. z = 2 S * 4, alone: rho = 1 / sqrt(1 + 40).
     judge.step([vector(4.0, 0.0, 0.0)])
-    U = math.sqrt((2.5**2 + 1) / 2)
+    U = math.sqrt((5**2 + 1) / 2)
     S_2 = PRIOR * size / (2 * U) * math.exp(4 / math.sqrt(41))
     assert judge.vectors("s") == pytest.approx([S_2], rel=1e-14)
     assert judge.x[0][0].item() == pytest.approx(1 - 2 * S_1 - 8 * S_2, rel=1e-14)
@@ -320,15 +320,15 @@ def test_the_highest_lr_is_the_announced_one(key: str) -> None:
     judge.step([vector(1.0)])
     judge.base.param_groups[0]["lr"] = 0.5
     judge.step([vector(1.0)])
-    assert judge.vectors("s") == pytest.approx([PRIOR / 8], rel=1e-15)
+    assert judge.vectors("s") == pytest.approx([PRIOR / 16], rel=1e-15)
 
 
 def test_a_penalty_by_hand() -> None:
-    # x = 4, which counts as 1, decay 0.5, g = 1: U = 3, S = PRIOR / 3. Then D = -S * 3, and z = 3 S * (1 + x / 2).
+    # x = 4, which counts as 1, decay 0.5, g = 1: U = 2 * 3, S = PRIOR / 6. Then D = -S * 3, and z = 3 S * (1 + x / 2).
     judge = default(vector(4.0), weight_decay=0.5)
     for _ in range(3):
         judge.step([vector(1.0)])
-    S = PRIOR / 3
+    S = PRIOR / 6
     assert judge.parts[0].r == pytest.approx(3 * S * (1 + (4 - 3 * S) / 2), rel=1e-14)
     assert judge.parts[0].h == pytest.approx(-3 * (1 + (4 - 3 * S) / 2), rel=1e-14)
 
@@ -345,7 +345,7 @@ def test_outliers_by_hand() -> None:
         judge.step([vector(g)])
     assert (judge.parts[0].gradients, judge.x[0].item()) == (1, 1.0)
     judge.step([vector(1.0)])
-    assert judge.vectors("s") == pytest.approx([PRIOR], rel=1e-15)
+    assert judge.vectors("s") == pytest.approx([PRIOR / 2], rel=1e-15)
     before = judge.x[0].item()
     for longest in (100.0, 1e4):
         judge.step([vector(2e6)])

@@ -65,13 +65,13 @@ def walk(seed: int, steps: int, lr: float = 1.0, factor: float = 1.0) -> list[fl
 
 
 def test_the_default_rule_by_hand() -> None:
-    """With lr 0.5: size = sqrt(3 / 2), of 4 and then 9 elements; U = 1 / 0.5. Then z = 3 S_1, rho = 1 / sqrt(41)."""
-    rows, s_1 = rows_of(Settings()), PRIOR * math.sqrt(3 / 2 * 9)
+    """With lr 0.5: size = sqrt(3 / 2), of 4 and then 9 elements; U = 2 / 0.5, then sqrt(10)."""
+    rows, s_1 = rows_of(Settings()), PRIOR * math.sqrt(3 / 2 * 9) / 2
     assert step(rows, FIRST, lrs=[0.5]).afters == [0.0]
     outcome = step(rows, STEPS[0], lrs=[0.5])
     assert outcome == Outcome(True, False, 1.0, [0.0], [pytest.approx(s_1, rel=1e-15)])
     third = step(rows, (-3.0 * s_1, 4.0, 9.0, 1.0, s_1**2, 0.0), lrs=[0.5])
-    assert third.afters == pytest.approx([s_1 * math.exp(4 / math.sqrt(41))], rel=1e-14)
+    assert third.afters == pytest.approx([s_1 * 4 / math.sqrt(10) * math.exp(4 / math.sqrt(41))], rel=1e-14)
     assert rows[0].h == pytest.approx(-3.0, rel=1e-15)
     assert (rows[0].travelled, rows[0].elapsed) == pytest.approx((0.5 * (s_1 + third.afters[0]), 1.0))
 
