@@ -6,7 +6,7 @@ corrected by the evidence of the run: every gradient shows by z = <x_ref - x, g>
 run moved further (z > 0, favourable) or less far (z < 0, adverse). In full:
 
     size = the root mean square of the weights that are not 0, times the root of the number that is trained
-    U    = |x - x_ref| / sqrt(sum((S * lr)^2)), its root mean square over the run; at first START times an update's length
+    U    = |x - x_ref| / sqrt(sum((S * lr)^2)), a root mean square over the run, at first START * |u|
     rho  = sum(z) / sqrt(sum(z^2) * (n + DOUBT)), -1 < rho < 1
     S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho), with GAIN * ADVERSE where rho < 0
 
