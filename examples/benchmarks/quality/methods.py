@@ -1,6 +1,7 @@
 """What is compared: a sweep of the base's learning rate, Mechanic, and the peers that are installed.
 
-They come by `pip install mechanic-pytorch prodigyopt dadaptation schedulefree`.
+They come by `pip install mechanic-pytorch prodigyopt dadaptation schedulefree prodigy-plus-schedule-free`;
+ScheduleFree+ comes with a checkout of facebookresearch/schedule_free only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from task import Problem
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mechanic_plugins import mechanize
@@ -60,16 +61,23 @@ class Method:
     package: str = "mechanic_plugins"
     bases: tuple[str, ...] = ("adamw", "adam", "sgd", "lion", "muon")
     schedule: bool = True
+    step: Callable[[Any, Tensor], object] = lambda optimizer, _: optimizer.step()
+    """One step of an optimizer, given the loss."""
 
     def is_for(self, problem: Problem) -> bool:
         """Whether it can train this problem here, and would tell something."""
         if problem.family == "trends" and self.package != "mechanic_plugins":
             return False
-        return problem.base in self.bases and importlib.util.find_spec(self.package) is not None
+        return problem.base in self.bases and _is_installed(self.package)
 
     def lrs_for(self, problem: Problem) -> tuple[float, ...]:
         """The learning rates to run it at."""
         return tuple(problem.lrs) if self.lrs is None else self.lrs
+
+
+def _is_installed(module: str) -> bool:
+    package = module.partition(".")[0]
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
 def mechanic(*lrs: float, **options: Any) -> Method:
@@ -81,7 +89,7 @@ def mechanic(*lrs: float, **options: Any) -> Method:
     return Method(build, lrs or (1.0,))
 
 
-_NUMBERS = {name: getattr(relative, name) for name in ("PRIOR", "GAIN", "ADVERSE", "DOUBT", "MEMORY")}
+_NUMBERS = {name: getattr(relative, name) for name in ("PRIOR", "START", "GAIN", "ADVERSE", "DOUBT", "MEMORY")}
 
 
 def ablated(number: str, factor: float) -> Method:
@@ -132,6 +140,21 @@ def _schedule_free(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
     return built
 
 
+def _schedule_free_plus(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
+    from schedulefree.adamc_schedulefree_plus_paper import AdamCScheduleFreePlusPaper
+
+    # Its weight decay has another unit, and 0 is its default.
+    built: Optimizer = AdamCScheduleFreePlusPaper(_trained(member), lr=lr)
+    return built
+
+
+def _prodigy_plus(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
+    from prodigyplus.prodigy_plus_schedulefree import ProdigyPlusScheduleFree
+
+    built: Optimizer = ProdigyPlusScheduleFree(_trained(member), lr=lr, weight_decay=problem.weight_decay)
+    return built
+
+
 METHODS: dict[str, Method] = {
     "sweep": Method(base_optimizer, None),
     "mechanic": ablated("", 1.0),
@@ -144,6 +167,14 @@ METHODS: dict[str, Method] = {
     "schedule-free, lr 0.0025": Method(
         _schedule_free, (0.0025,), package="schedulefree", bases=("adamw",), schedule=False
     ),
+    "schedule-free+": Method(
+        _schedule_free_plus,
+        package="schedulefree.adamc_schedulefree_plus_paper",
+        bases=("adamw",),
+        schedule=False,
+        step=lambda optimizer, loss: optimizer.step_func(loss),
+    ),
+    "prodigy-plus": Method(_prodigy_plus, package="prodigyplus", bases=("adamw",), schedule=False),
 }
 USUAL = tuple(METHODS)
 """What a run compares if it is not told."""

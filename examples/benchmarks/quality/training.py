@@ -89,8 +89,8 @@ def train(problem: Problem, method: Method, task: Task, lrs: Sequence[float], de
         if problem.clip is not None:
             for member in task.members:
                 nn.utils.clip_grad_norm_(member.parameters(), problem.clip)
-        for optimizer in optimizers:
-            optimizer.step()
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            method.step(optimizer, loss)
         if step % every == 0:
             for record, optimizer, loss in zip(history, optimizers, losses.tolist(), strict=True):
                 record["at"].append(step)
