@@ -87,6 +87,8 @@ ELSEWHERE = {
         "torchrun",
         "python",
         "mechanic-run",
+        "mechanic-run",
+        "mechanic-run",
     ],
     "runner.md": ["mechanic-run"],
 }
