@@ -1,7 +1,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
+PINNED := --constraint constraints.txt --build-constraint constraints.txt
 
 # The tensors here are small, and some tests run two ranks: more threads than this only fight for the cores.
 export OMP_NUM_THREADS ?= 1
@@ -31,19 +33,24 @@ help:
 	@echo 'make lint     ruff and mypy --strict'
 	@echo 'make format   let ruff rewrite the files'
 	@echo 'make docs     the documentation, into site/; fails on a broken link'
-	@echo 'All install .venv first: 2.6 GB with torch for CPUs, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu'
+	@echo 'All install .venv first: 2.6 GB with torch for CPUs, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu;'
+	@echo 'make demo installs less than half of it'
 	@echo 'make clean    remove the virtual environment and all caches'
 
 install: $(INSTALLED)
 
-# The pip that comes with an older python cannot read dependency groups, hence the first upgrade.
-# DS_BUILD_OPS=0: DeepSpeed compiles the operators it needs on first use, not all of them here.
-$(INSTALLED): pyproject.toml constraints.txt
+# What the demo needs: torch, matplotlib and scikit-learn. A first look should not wait for the frameworks.
+# The pip that comes with an older python cannot read dependency groups, hence the upgrade.
+$(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("the pinned versions need python 3.11 or later: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --group dev --editable '.[all]' \
-		--constraint constraints.txt --build-constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --editable '.[demo]' $(PINNED)
+	touch $@
+
+# DS_BUILD_OPS=0: DeepSpeed compiles the operators it needs on first use, not all of them here.
+$(INSTALLED): $(READY)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --group dev --editable '.[all]' $(PINNED)
 	touch $@
 
 test: $(INSTALLED)
@@ -75,7 +82,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-demo: $(INSTALLED)
+demo: $(READY)
 	$(BIN)/python -m mechanic_plugins.demo $(ARGS)
 
 # A group of its own, installed here alone: the tests do not wait for it.

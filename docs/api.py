@@ -1,4 +1,4 @@
-"""Writes api.md from signatures and docstrings.
+"""Writes api.md from signatures and docstrings. Fails at a public member that nothing describes.
 
 python docs/api.py           # what `make docs` runs
 python docs/api.py --check   # fails where the page is out of date
@@ -23,7 +23,29 @@ PUBLIC = {
     "mechanic_plugins.lightning": ("Mechanic", "demechanize_checkpoint"),
     "mechanic_plugins.transformers": ("register", "demechanize_checkpoint", "MechanicCallback"),
     "mechanic_plugins.deepspeed": ("mechanic_of",),
+    "mechanic_plugins.lion": ("Lion",),
+    "mechanic_plugins.muon": ("MuonWithAdamW",),
 }
+ATTRIBUTES = {
+    "MechanicOptimizer": {
+        "base": "The wrapped optimizer. `param_groups`, `state` and `defaults` are its own.",
+        "settings": "The `Settings` in force.",
+        "max_grad_norm": "As the option; may be set at any time.",
+        "delta_dtype": "As the option.",
+        "group": "As the option.",
+        "sync_replicas": "As the option.",
+        "backend": "As the option.",
+        "count": "How an engine that has cut the parameters up counts its pieces.",
+    },
+    "Mechanic": {
+        "optimizers": "The mechanized optimizers of the last `fit`.",
+        "options": "The options of `mechanize` that the callback was given.",
+    },
+    "MechanicCallback": {"history": "The `ScaleHistory` of the present run."},
+}
+"""What constructors set, and no docstring tells."""
+ENGINES = ("applying", "count", "decide", "learned", "local_sums", "lrs", "reread_groups", "tuner")
+"""Members for those who write a plugin."""
 HOOKS = re.compile(r"on_|setup$|teardown$")
 """What a framework calls, and no user."""
 HEAD = """# API
@@ -47,41 +69,66 @@ def section(module: str) -> Iterator[str]:
     yield f"## {module}\n"
     for name in PUBLIC[module]:
         thing = getattr(importlib.import_module(module), name)
-        yield f"### {name}\n\n{text_of(thing)}\n"
-        if inspect.isclass(thing):
+        yield f"### {name}\n"
+        if name not in ("MechanicOptimizer", "Mechanized"):  # which `mechanize` builds
+            yield f"```text\n{name}{arguments(thing)}\n```\n"
+        yield f"{text_of(thing)}\n"
+        if inspect.isclass(thing) and name != "Mechanized":  # as MechanicOptimizer, which stands before it
             yield from members(thing)
 
 
 def members(cls: type) -> Iterator[str]:
-    """The public ones that this package describes; torch's and the frameworks' keep their own meaning."""
+    """The public ones that this package adds; torch's and the frameworks' keep their own meaning."""
     found: dict[str, Any] = {}
     for parent in cls.__mro__:
         if parent.__module__.startswith("mechanic_plugins"):
             found = {**vars(parent), **found}
-    if cls.__name__ == "Mechanized":  # as MechanicOptimizer, which stands before it
-        return
-    yield "**Members**\n"
-    for name, value in sorted(found.items()):
-        if name.startswith("_") or HOOKS.match(name) or not _is_ours(value):
-            continue
-        yield f"- `{name}{'' if isinstance(value, property) else arguments(value)}`: {in_one_line(value)}"
-    yield ""
+    entries = {name: f"- `{name}`: {text}" for name, text in ATTRIBUTES.get(cls.__name__, {}).items()}
+    for name, value in found.items():
+        if not name.startswith("_") and not HOOKS.match(name) and _is_ours(cls, name, value):
+            entries[name] = described(name, value)
+    own = [entries[name] for name in sorted(entries) if name not in ENGINES or cls.__name__ != "MechanicOptimizer"]
+    if own:
+        yield "\n".join(["**Members**\n", *own, ""])
+    if rest := [entries[name] for name in sorted(entries) if entries[name] not in own]:
+        yield "\n".join(["**For plugins and engines**\n", *rest, ""])
 
 
-def _is_ours(value: Any) -> bool:
+def _is_ours(cls: type, name: str, value: Any) -> bool:
+    """Functions and properties that do not merely override torch's, whose text torch copies."""
     function = value.fget if isinstance(value, property) else value
-    return inspect.isfunction(function) and bool(function.__doc__) and ":class:" not in str(function.__doc__)
+    if not inspect.isfunction(function) or name in ("param_groups", "state", "defaults"):  # torch sets them
+        return False
+    if not function.__doc__ and not any(hasattr(parent, name) for parent in _others(cls)):
+        sys.exit(f"{cls.__name__}.{name} is public and has no docstring: write one, or begin its name with _")
+    return bool(function.__doc__) and ":class:" not in str(function.__doc__)
 
 
-def arguments(function: Any) -> str:
+def _others(cls: type) -> list[type]:
+    return [parent for parent in cls.__mro__ if not parent.__module__.startswith("mechanic_plugins")]
+
+
+def described(name: str, value: Any) -> str:
+    """A member's line, and one for each of its arguments and errors."""
+    paragraphs = (inspect.getdoc(value) or "").split("\n\n")
+    lists = ("Args:", "Raises:", "Returns:")
+    told = " ".join(" ".join(each.split()) for each in paragraphs if not each.startswith((*lists, "    ")))
+    entries = [each for each in paragraphs if each.startswith(lists[:2])]
+    more = [f"    {line}" for each in entries for line in text_of_list(each)]
+    return "\n".join([f"- `{name}{'' if isinstance(value, property) else arguments(value)}`: {told}", *more])
+
+
+def text_of_list(paragraph: str) -> list[str]:
+    """`Args:` or `Raises:` as Markdown, each entry in one line."""
+    whole = re.sub(r"\n {8,}", " ", paragraph)
+    return [f"- `{found[1]}`: {found[2]}" for found in re.finditer(r"^ {4}(\w+): (.*)$", whole, flags=re.MULTILINE)]
+
+
+def arguments(thing: Any) -> str:
     """Names and defaults; types are in the code."""
+    function = thing.__init__ if inspect.isclass(thing) else thing
     parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
     return str(inspect.Signature([p for p in parameters if p.name != "self"]))
-
-
-def in_one_line(thing: Any) -> str:
-    """The first paragraph."""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
 
 
 def text_of(thing: Any) -> str:

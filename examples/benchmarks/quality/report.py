@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from charts import MECHANICS, distance_chart, lr_chart
+from charts import distance_chart, lr_chart
 from results import ABLATION, SOLVED, Record, Results, geometric_mean, is_error, mean, summary
 
 FAR = 100.0
@@ -44,19 +44,15 @@ def family_table(results: Results, key: str | None = None) -> str:
             scores = [results.score(problem, method, key or results.measure(problem)) for problem in problems]
             cell = _mean_and_worst([score for score in scores if score is not None], is_error=points)
             cells.append(f"**{cell}**" if method == winner and key is None else cell)
-        rows.append([group.family, group.base, "points" if points else "ratio", str(len(problems)), *cells])
-    return table(["family", "base", "", "problems", *methods], rows)
+        rows.append([f"{group.family}, {group.base}{f' ({len(problems)})' if len(problems) > 1 else ''}", *cells])
+    return table(["family, base (problems)", *methods], rows)
 
 
 def _mean_and_worst(scores: Sequence[float], *, is_error: bool) -> str:
     if not scores:
         return ""
-    return " ".join(
-        [
-            shown(summary(scores, is_error=is_error), is_error=is_error),
-            f"({shown(max(scores), is_error=is_error)})",
-        ]
-    )
+    found = shown(summary(scores, is_error=is_error), is_error=is_error)
+    return found if len(scores) == 1 else f"{found} ({shown(max(scores), is_error=is_error)})"
 
 
 def problem_table(results: Results, key: str | None = None) -> str:
@@ -112,13 +108,10 @@ def trend_table(results: Results) -> str:
     for problem in results.runs:
         if results.any_of(problem)["family"] != "trends":
             continue
-        cells = []
-        for method in MECHANICS:
-            runs = results.of(problem, method)
-            learned = [lr for run in runs for lr in run["effective_lrs"][len(run["effective_lrs"]) // 2 :]]
-            cells.append(f"{geometric_mean(learned):.2e}" if learned else "")
-        rows.append([problem, *cells])
-    return table(["problem", *MECHANICS], rows) if rows else ""
+        runs = results.of(problem, "mechanic")
+        learned = [lr for run in runs for lr in run["effective_lrs"][len(run["effective_lrs"]) // 2 :]]
+        rows.append([problem, f"{geometric_mean(learned):.2e}" if learned else ""])
+    return table(["problem", "learned lr"], rows) if rows else ""
 
 
 def judged(results: Results) -> list[str]:
@@ -184,10 +177,6 @@ An exclamation mark: the best lies at an end of the sweep.
 
 {problems}
 
-## Test loss, by problem
-
-{test_loss}
-
 ## Training loss, by problem
 
 {problem_training}
@@ -216,7 +205,6 @@ def page(results: Results, records: Sequence[Record]) -> str:
         training=family_table(results, "train_loss"),
         failures="\n".join([f"{first}error where the loss reaches zero).", "", *(f"- {line}" for line in bad)]),
         problems=problem_table(results),
-        test_loss=problem_table(results, "test_loss"),
         problem_training=problem_table(results, "train_loss"),
         ablations=f"## One constant at a time\n\n{ablated}\n\n" if ablated else "",
         lrs=f"## The base's own learning rate\n\n{lrs}\n\n" if lrs else "",
