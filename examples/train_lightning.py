@@ -4,7 +4,7 @@
     tensorboard --logdir digits_logs          # mechanic/scale and mechanic/effective_lr beside the loss
 
 Mechanic is the one callback; everything else is what the script would be without. Afterwards `digits_lr.png` shows the
-learning rate that was learned. Needs: pip install 'mechanic-plugins[lightning,demo]' tensorboard
+learning rate that was learned. Needs: pip install '.[lightning,demo]' tensorboard
 """
 
 import argparse
@@ -108,7 +108,8 @@ def main(argv=None):
 
     plot(Path(table.log_dir) / "metrics.csv", args.folder / "digits_lr.png")
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    print(f"accuracy {metrics['accuracy']:.3f}, scale {metrics['mechanic/scale']:.4g}")
+    learned = trainer.callbacks[0].optimizers[0].learned_lr
+    print(f"accuracy {metrics['accuracy']:.3f}, learned learning rate {learned:.2g}")
     print(f"logs in {logs}, picture in {args.folder / 'digits_lr.png'}")
     return metrics
 
