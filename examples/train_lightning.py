@@ -76,10 +76,12 @@ def plot(metrics: Path, picture: Path):
         rows = [row for row in csv.DictReader(lines) if row["mechanic/effective_lr"]]
     figure, (above, below) = plt.subplots(2, sharex=True, figsize=(7, 5), layout="constrained")
     steps = [int(row["step"]) for row in rows]
-    above.semilogy(steps, [float(row["mechanic/effective_lr"]) or None for row in rows], label="scale * lr")
+    above.semilogy(
+        steps, [float(row["mechanic/effective_lr"]) or None for row in rows], color="crimson", label="scale * lr"
+    )
     above.set(ylabel="learning rate in force", title="Mechanic on digits")
     above.legend()
-    below.semilogy(steps, [float(row["loss"]) for row in rows], color="tab:orange")
+    below.semilogy(steps, [float(row["loss"]) for row in rows], color="0.3")
     below.set(xlabel="step", ylabel="training loss")
     figure.savefig(picture, dpi=120)
     plt.close(figure)
