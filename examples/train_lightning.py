@@ -4,7 +4,7 @@
     tensorboard --logdir digits_logs          # mechanic/scale and mechanic/effective_lr beside the loss
 
 Mechanic is the one callback; everything else is what the script would be without. Afterwards `digits_lr.png` shows the
-learning rate that was learned. Needs: pip install 'mechanic-plugins[lightning,demo]' tensorboard
+learning rate that was learned. Needs: pip install '.[lightning,demo]' tensorboard
 """
 
 import argparse
@@ -76,10 +76,12 @@ def plot(metrics: Path, picture: Path):
         rows = [row for row in csv.DictReader(lines) if row["mechanic/effective_lr"]]
     figure, (above, below) = plt.subplots(2, sharex=True, figsize=(7, 5), layout="constrained")
     steps = [int(row["step"]) for row in rows]
-    above.semilogy(steps, [float(row["mechanic/effective_lr"]) or None for row in rows], label="scale * lr")
+    above.semilogy(
+        steps, [float(row["mechanic/effective_lr"]) or None for row in rows], color="crimson", label="scale * lr"
+    )
     above.set(ylabel="learning rate in force", title="Mechanic on digits")
     above.legend()
-    below.semilogy(steps, [float(row["loss"]) for row in rows], color="tab:orange")
+    below.semilogy(steps, [float(row["loss"]) for row in rows], color="0.3")
     below.set(xlabel="step", ylabel="training loss")
     figure.savefig(picture, dpi=120)
     plt.close(figure)
@@ -108,7 +110,8 @@ def main(argv=None):
 
     plot(Path(table.log_dir) / "metrics.csv", args.folder / "digits_lr.png")
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    print(f"accuracy {metrics['accuracy']:.3f}, scale {metrics['mechanic/scale']:.4g}")
+    learned = trainer.callbacks[0].optimizers[0].learned_lr
+    print(f"accuracy {metrics['accuracy']:.3f}, learned learning rate {learned:.2g}")
     print(f"logs in {logs}, picture in {args.folder / 'digits_lr.png'}")
     return metrics
 

@@ -105,7 +105,7 @@ def main():
         if hasattr(progress, "set_postfix"):
             progress.set_postfix(loss=f"{loss:.3f}", lr=f"{optimizer.effective_lrs[0]:.1e}")
 
-    print(f"test accuracy {accuracy(model, *test):.3f}, learned scale {optimizer.scale.item():.2e}")
+    print(f"test accuracy {accuracy(model, *test):.3f}, learned learning rate {optimizer.learned_lr:.2g}")
 
 
 if __name__ == "__main__":

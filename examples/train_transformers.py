@@ -4,7 +4,7 @@
     python examples/train_transformers.py        # a small GPT-2 from scratch, on the documentation of python's modules
     torchrun --nproc-per-node 2 examples/train_transformers.py
 
-Needs `pip install 'mechanic-plugins[transformers]'`. Everything that TrainingArguments knows can be added behind, as in
+Needs `pip install '.[transformers]'`. Everything that TrainingArguments knows can be added behind, as in
 `--max_steps 500 --output_dir out --bf16`.
 """
 
@@ -85,12 +85,10 @@ def main() -> None:
     train, test = Chunks(tokens[:-held_out], ours.length), Chunks(tokens[-held_out:], ours.length)
     trainer = Trainer(model=model, args=args, train_dataset=train, eval_dataset=test)
     before = trainer.evaluate()["eval_loss"]
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     after = trainer.evaluate()["eval_loss"]
-    last = [entry for entry in trainer.state.log_history if "mechanic/scale" in entry][-1]
-    print(
-        f"loss on held-out text: {before:.3f} -> {after:.3f}; learning rate found: {last['mechanic/effective_lr']:.2e}"
-    )
+    learned = result.metrics["mechanic/peak_lr"]
+    print(f"loss on held-out text: {before:.3f} -> {after:.3f}; learned learning rate {learned:.2g}")
 
 
 if __name__ == "__main__":

@@ -189,6 +189,8 @@ def test_the_version_is_the_changelogs_and_the_citations() -> None:
     first = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert first
     assert first[1] in (version, "Unreleased")
+    section = (ROOT / "CHANGELOG.md").read_text().split("\n## [")[1]
+    assert len(section.splitlines()) <= 40
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

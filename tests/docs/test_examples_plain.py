@@ -49,7 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_the_example_learns_the_digits(whole: tuple[Path, str]) -> None:
-    said = re.fullmatch(r"test accuracy (0\.\d+), learned scale (\S+)\n", whole[1])
+    said = re.fullmatch(r"test accuracy (0\.\d+), learned learning rate (\S+)\n", whole[1])
     assert said
     assert float(said[1]) > 0.93
     assert float(said[2]) > 1e-3
