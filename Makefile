@@ -33,7 +33,7 @@ help:
 	@echo 'make lint     ruff and mypy --strict'
 	@echo 'make format   let ruff rewrite the files'
 	@echo 'make docs     the documentation, into site/; fails on a broken link'
-	@echo 'All install .venv first: 2.6 GB with torch for CPUs, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu;'
+	@echo 'All install .venv first: 2.6 GB with the CPU build of torch (PIP_EXTRA_INDEX_URL, see README);'
 	@echo 'make demo installs less than half of it'
 	@echo 'make clean    remove the virtual environment and all caches'
 
