@@ -66,7 +66,7 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {**DEFAULTS, **options}
     settings, tuning = values.pop("settings"), {name: values.pop(name) for name in _TUNING}
     check_max_grad_norm(values["max_grad_norm"])
-    checked_delta_dtype(values["delta_dtype"])
+    values["delta_dtype"] = checked_delta_dtype(values["delta_dtype"])
     check_backend(values["backend"])
     if not isinstance(values["sync_replicas"], bool):
         raise TypeError(f"sync_replicas must be True or False, got {values['sync_replicas']!r}.")
@@ -75,7 +75,13 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
             f"group must be a torch.distributed ProcessGroup or None, got {values['group']!r}: create one with "
             "torch.distributed.new_group(ranks)."
         )
-    return {"settings": _settings(settings, tuning), **values}
+    settings = _settings(settings, tuning)
+    if settings.rule != "relative" and values["delta_dtype"] == torch.bfloat16:
+        raise ValueError(
+            f"delta_dtype=torch.bfloat16 is for the default rule, got rule={settings.rule!r}: a published rule sums "
+            "all updates up, and bfloat16 would lose the small ones. Leave delta_dtype out."
+        )
+    return {"settings": settings, **values}
 
 
 def _settings(settings: Any, tuning: dict[str, Any]) -> Settings:

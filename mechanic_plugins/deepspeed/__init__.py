@@ -79,7 +79,7 @@ def attach(engine: Any) -> MechanicOptimizer:
             f"the engine's optimizer is {type(engine.optimizer).__name__}, which is not mechanized: "
             "pass mechanize(...) to deepspeed.initialize(optimizer=...)."
         )
-    if mechanic.count is None:
+    if mechanic.shares_by_engine is None:
         refuse_unsupported(engine, mechanic)
         connect(engine, mechanic)
     return mechanic

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, MASTER, REF
-from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.distributed.sharding import is_dtensor
 
-__all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_narrow_delta", "refuse_release", "refuse_sparse"]
+__all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_release", "refuse_scale_of_zero", "refuse_sparse"]
 
 
 def refuse_sparse(p: Tensor) -> None:
@@ -51,12 +51,12 @@ def refuse_release(base: Optimizer, *, by_engine: bool) -> None:
         )
 
 
-def refuse_narrow_delta(settings: Settings, delta_dtype: torch.dtype | None) -> None:
-    """A sum of updates would lose those that are smaller than its rounding."""
-    if settings.rule != "relative" and delta_dtype == torch.bfloat16:
-        raise ValueError(
-            f"delta_dtype=torch.bfloat16 is for the default rule, got rule={settings.rule!r}: a published rule sums "
-            "all updates up, and bfloat16 would lose the small ones. Leave delta_dtype out."
+def refuse_scale_of_zero(progress: Progress) -> None:
+    """Nothing would train."""
+    if not any(row.played > 0 for row in progress.tuner.rows):
+        raise RuntimeError(
+            "freeze() would hold a scale of 0, at which nothing trains: no scale was learned yet. Call it after the "
+            "first three steps with a gradient."
         )
 
 

@@ -6,48 +6,66 @@ the base's step at the learned scale.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.param_state import is_16_bit
 from mechanic_plugins.core.relative import OUTLIER
 from mechanic_plugins.core.tuner import SUMS, clip_factor
-from mechanic_plugins.core.tuner_state import TunerState, initial_state
+from mechanic_plugins.core.tuner_state import initial_state
 from mechanic_plugins.distributed.engines import refuse_unattached
-from mechanic_plugins.distributed.reduction import Reduction
-from mechanic_plugins.distributed.sharding import Counting, align_gradients, is_fake, reduction_for
+from mechanic_plugins.distributed.reduction import Reduction, Shares
+from mechanic_plugins.distributed.sharding import align_gradients, is_fake, shares_of
 from mechanic_plugins.kernels.cuda import is_capturing
-from mechanic_plugins.optimizer.delegate import Group, hooked
-from mechanic_plugins.optimizer.freezing import Freezing, refuse_scale_of_zero
+from mechanic_plugins.optimizer.interface import Group, Wrapper
 from mechanic_plugins.optimizer.overlaps import refuse_overlaps
-from mechanic_plugins.optimizer.recording import Recorder
-from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
-from mechanic_plugins.optimizer.tuning import Tuning, has_lr_zero
+from mechanic_plugins.optimizer.refusals import (
+    refuse_foreign,
+    refuse_mixed_groups,
+    refuse_release,
+    refuse_scale_of_zero,
+    refuse_sparse,
+)
+from mechanic_plugins.optimizer.tuning import has_lr_zero
 from mechanic_plugins.passes.masters import are_usable
 from mechanic_plugins.passes.plan import Closure, Decision, Entry, Part, Plan, Sums, add_sizes, batches_of_parts
 
 __all__ = ["MechanicOptimizer"]
 
 
-class MechanicOptimizer(Freezing):
-    """What `mechanize` returns: build it there."""
+def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with what torch puts around it, hooks and a mark for profilers, but only where they are in use.
 
-    def _start(self) -> None:
-        super()._start()
-        self._counted: tuple[Sequence[Tensor], Counting] | None = None
-        self._tuning = Tuning(self.base, self.settings, self._units)
-        self._recorder = Recorder(self._tuning)
-        self._decision: Decision | None = None
+    The mark takes the host longer than the launch of a whole step on a GPU.
+    """
+    marked = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        has_hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        is_seen = has_hooks or torch._C._autograd._profiler_enabled()
+        return (marked if is_seen else step)(self, *args, **kwargs)
+
+    wrapper.hooked = True  # type: ignore[attr-defined]  # torch does not put it around once more
+    return wrapper
+
+
+class MechanicOptimizer(Wrapper):
+    """What `mechanize` returns: build it there."""
 
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
     @hooked
@@ -68,10 +86,13 @@ class MechanicOptimizer(Freezing):
             torch._C._set_grad_enabled(had_grad)
 
     def _step(self, closure: Closure | None) -> Any:
-        self._leave_dry_run()
-        if closure is None and self._is_dry_run():
+        if self._dry_state is not None:
+            self._leave_dry_run()
+        if closure is None and not self.state and self._is_dry_run():
             return self._make_dry_run()
-        closure, loss = _evaluated(closure, self._refuse_second_evaluation if self.max_grad_norm is not None else None)
+        loss = None
+        if closure is not None:
+            closure, loss = _evaluated(closure, None if self.max_grad_norm is None else self._refuse_second_evaluation)
         params = self._params()
         if is_fake(params):  # nothing can be learned from tensors without data; what a step allocates can be counted
             self._make_dry_run()
@@ -87,47 +108,47 @@ class MechanicOptimizer(Freezing):
         )
 
     def _train(self, closure: Closure | None, params: Sequence[Tensor]) -> Any:
-        progress = self._progress
+        progress = self._keeper.progress
         by_kernel = self._leaves_to_device(progress)
         plan = self._plan(progress, params, by_kernel)
         if self._decision is not None:
-            return plan.apply(self._decision, unit=self._units.of_scale(progress), closure=closure)
-        reduction = self._counting(params).reduction
+            return plan.apply(self._decision, unit=self._keeper.unit, closure=closure)
+        reduction, before = self._shares(params).reduction, progress.tuner
         if by_kernel:
-            return self._train_on_device(plan, progress, reduction, closure)
-        sums = self._reduced(self._sums(plan, progress), reduction)
-        if self._was_false_start(sums, progress):
-            self._forget_start(progress)
-            return self._train(closure, params)
-        before = progress.tuner
-        decision = self._decide(sums, progress)
-        if not decision.applied:
+            decision = self._decide_on_device(plan, progress, reduction)
+        else:
+            sums = self._sums(plan, progress, reduction)
+            if self._was_false_start(sums, progress):
+                self._forget_start(progress)
+                return self._train(closure, params)
+            decision = self._decide(sums, progress)
+        if decision is None or decision.applied is False:
             return None
-        with nullcontext() if reduction.spans_ranks else _restored_on_error(progress, before):
-            return plan.apply(decision, unit=self._units.of_scale(progress), closure=closure)
+        try:
+            return plan.apply(decision, unit=self._tuning.units.of_scale(progress), closure=closure)
+        except BaseException:
+            if not reduction.spans_ranks:  # where ranks decide together, those that do not fail have moved on
+                progress.tuner = before
+            raise
 
-    def _train_on_device(self, plan: Plan, progress: Progress, reduction: Reduction, closure: Closure | None) -> Any:
-        """The same without waiting for it, where the base can be told there."""
+    def _decide_on_device(self, plan: Plan, progress: Progress, reduction: Reduction) -> Decision | None:
+        """Without waiting for it, where the base can be told there. None where a recording has made the step."""
         recording = self._recorder.find(
             plan, progress, max_grad_norm=self.max_grad_norm, spans_ranks=reduction.spans_ranks
         )
         is_told = plan.decides_on_device()
         sums = self._device_sums(plan, progress, is_told) if recording is None else recording.sums()
-        self._last["sums"] = sums = reduction.start(sums)()
+        self._last["sums"] = sums = reduction(sums)
         self._note_lrs()
         if recording is not None:
             recording.play(sums, progress)
             return None
-        before = progress.tuner
         decision = self._tuning.by_kernel(sums, progress, self.max_grad_norm)
         decision = decision if is_told else decision.on_host()
         is_seen = not isinstance(decision.applied, Tensor) or decision.applied.device.type == "cpu"
         if is_seen and not decision.applied and progress.tuner.counts[1] > 0:
             self._warn_of_skips(progress)
-        if decision.applied is False:
-            return None
-        with nullcontext() if reduction.spans_ranks else _restored_on_error(progress, before):
-            return plan.apply(decision, unit=self._units.of_scale(progress), closure=closure)
+        return decision
 
     def _device_sums(self, plan: Plan, progress: Progress, is_told: bool) -> Tensor:
         tuners, device = len(progress.tuner), progress.tuner.device
@@ -156,19 +177,15 @@ class MechanicOptimizer(Freezing):
             has_begun=by_kernel,
         )
 
-    def _sums(self, plan: Plan, progress: Progress) -> Sums:
-        """This rank's. The first gradients also tell how large the weights are."""
+    def _sums(self, plan: Plan, progress: Progress, reduction: Reduction) -> Sums:
+        """Of all ranks. The first gradients also tell how large the weights are."""
         rows, new = progress.tuner.rows, self._tuning.beginning(progress)
         sums = plan.sums(len(rows), [row.played == 0 for row in rows])
         if new:
             add_sizes(plan.batches, sums, new)
-        return sums
-
-    def _reduced(self, sums: Sums, reduction: Reduction) -> Sums:
         if not reduction.spans_ranks:
             return sums
-        vector = torch.tensor(sums, dtype=torch.float64, device=self._progress.tuner.device)
-        numbers: Sums = reduction.start(vector)().tolist()
+        numbers: Sums = reduction(torch.tensor(sums, dtype=torch.float64, device=progress.tuner.device)).tolist()
         return numbers
 
     def _was_false_start(self, sums: Sums, progress: Progress) -> bool:
@@ -180,7 +197,7 @@ class MechanicOptimizer(Freezing):
         it. DeepSpeed's engines therefore keep such a gradient; those that call `decide` do not come here at all.
         """
         rows = progress.tuner.rows
-        if self.settings.rule != "relative" or self._has_history or self.count is not None:
+        if self.settings.rule != "relative" or self._keeper.has_history or self.shares_by_engine is not None:
             return False
         if max([row.gradients for row in rows]) != 1:
             return False
@@ -192,8 +209,8 @@ class MechanicOptimizer(Freezing):
     def _forget_start(self, progress: Progress) -> None:
         """Starts over with this step: the outlier would stay in the base's moments."""
         self.state.clear()
-        self._forget_plans()  # they hold what was cleared
-        constants, tuner = self._units.constants(progress), progress.tuner
+        self._planner.forget()  # they hold what was cleared
+        constants, tuner = self._tuning.units.constants(progress), progress.tuner
         new = initial_state(constants, tuners=len(tuner), device=tuner.device)
         progress.tuner, progress.unit = new.with_rows(new.rows, (0.0, tuner.counts[1])), 0.0
 
@@ -211,7 +228,7 @@ class MechanicOptimizer(Freezing):
 
         Those that a person has frozen stay where they are and are not counted.
         """
-        weights = self._counting(params).weights if self._decision is None else {}
+        weights = self._shares(params).weights if self._decision is None else {}
         align_gradients(params)
         entries, rows, is_kept = [], progress.tuner.rows, not progress.released
         for group in self.param_groups:
@@ -227,24 +244,63 @@ class MechanicOptimizer(Freezing):
                     entries.append(Entry(p, group, index, weights.get(id(p), 1.0)))
         return entries
 
-    def _counting(self, params: Sequence[Tensor]) -> Counting:
-        if self._counted is None or self._counted[0] is not params:
+    def _shares(self, params: Sequence[Tensor]) -> Shares:
+        if self._known_shares is None or self._known_shares[0] is not params:
             refuse_mixed_groups(self.param_groups)
             refuse_overlaps(params)
-            self._counted = params, self._count(params)
-        return self._counted[1]
+            if self.shares_by_engine is None:
+                refuse_unattached(self)
+                shares = shares_of(params, group=self.group, sync_replicas=self.sync_replicas)
+            else:
+                shares = self.shares_by_engine(params)
+            self._known_shares = params, shares
+        return self._known_shares[1]
 
-    def _count(self, params: Sequence[Tensor]) -> Counting:
-        if self.count is not None:  # an engine that has cut the parameters up knows how its batches add up
-            return self.count(params)
-        refuse_unattached(self)
-        return reduction_for(params, group=self.group, sync_replicas=self.sync_replicas)
+    def _note_lrs(self) -> None:
+        """A scheduler may change the lr before the effective one is read."""
+        lrs = [dict.get(group, "lr") for group in self.param_groups]
+        self._last["lrs"] = [lr if not isinstance(lr, Tensor) else lr.detach().clone() for lr in lrs]
+
+    # ---------------------------------------------------------------- holding the scale
+
+    def freeze(self, *, release: bool = False) -> None:
+        """Holds the scale where it is; training goes on with it.
+
+        Args:
+            release: Give the memory of the references back: from now on a step is the base's own, at scale * lr, and
+                weights in 16 bits are rounded as the base alone rounds them. `unfreeze` begins with new references.
+
+        Raises:
+            ValueError: The base's updates are not proportional to lr, or an engine has views of its state.
+            RuntimeError: Nothing was learned yet.
+        """
+        if release:
+            refuse_release(self.base, by_engine=self.shares_by_engine is not None)
+        progress = self._keeper.progress
+        if not (release and progress.tuner.counts[0] == 0):  # a new one is about to load what a released one has saved
+            refuse_scale_of_zero(progress)
+        progress.frozen, progress.released = True, release or progress.released
+        if release:
+            rows = progress.tuner.copied_rows()
+            for row in rows:
+                row.path = 0.0  # the next references begin a new one
+            progress.tuner = progress.tuner.with_rows(rows)
+            checkpoint.strip((), self.state)
+            self._planner.forget()  # they hold what was dropped
+            self._keeper.write()
+
+    def unfreeze(self) -> None:
+        """Tunes again, from where the tuner was."""
+        progress = self._keeper.progress
+        was_released, progress.frozen, progress.released = progress.released, False, False
+        if was_released:
+            self._keeper.write()
 
     # ---------------------------------------------------------------- for engines that step part by part
 
     def local_sums(self, parts: Sequence[tuple[Group, Tensor, Tensor, Tensor | None]]) -> Tensor:
         """What `decide` takes, of an engine's parts: param group, weights, gradient and what is kept for them."""
-        progress = self._progress
+        progress = self._keeper.progress
         rows = progress.tuner.rows
         batches = batches_of_parts(
             self.base, [Part(g, progress.tuner_of(g), x, grad, kept) for g, x, grad, kept in parts]
@@ -259,7 +315,7 @@ class MechanicOptimizer(Freezing):
 
     def decide(self, sums: Tensor) -> Decision:
         """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
-        return self._decide(sums.tolist(), self._progress)
+        return self._decide(sums.tolist(), self._keeper.progress)
 
     @contextmanager
     def applying(self, decision: Decision) -> Iterator[None]:
@@ -277,7 +333,7 @@ class MechanicOptimizer(Freezing):
 
         A user's first step may look the same, so the caller counts.
         """
-        return not self.state and has_lr_zero(self.base) and _is_called_by("torch.distributed.checkpoint.state_dict")
+        return has_lr_zero(self.base) and _is_called_by("torch.distributed.checkpoint.state_dict")
 
     def _make_dry_run(self) -> None:
         self.base.step()
@@ -290,7 +346,7 @@ class MechanicOptimizer(Freezing):
 
     def _leave_dry_run(self) -> None:
         """If no state was loaded after the dry run, drop what it made: Adam would count it as a step."""
-        if self._dry_state is not None and self._dry_state is self.state:
+        if self._dry_state is self.state:
             self.state.clear()
         self._dry_state = None
 
@@ -302,21 +358,9 @@ def _is_called_by(module: str) -> bool:
     return frame is not None
 
 
-def _evaluated(closure: Closure | None, refuse: Closure | None) -> tuple[Closure | None, Any]:
+def _evaluated(closure: Closure, refuse: Closure | None) -> tuple[Closure, Any]:
     """The loss, and a closure for the base whose first call returns it; another one computes it again, or refuses."""
-    if closure is None:
-        return None, None
     again = torch.enable_grad()(closure)
     loss = again()
     cached = [loss]
     return lambda: cached.pop() if cached else (refuse or again)(), loss
-
-
-@contextmanager
-def _restored_on_error(progress: Progress, before: TunerState) -> Iterator[None]:
-    """The tuner, where the base raises. Not where ranks decide together: those that do not fail have moved on."""
-    try:
-        yield
-    except BaseException:
-        progress.tuner = before
-        raise

@@ -67,6 +67,10 @@ class Planner:
                 self._plans.popitem(last=False)
         return plan
 
+    def forget(self) -> None:
+        """Drops all plans, with the tensors that they hold."""
+        self._plans.clear()
+
     def _new(self, entries: Sequence[Entry], tuner_of: Sequence[int], is_released: bool, has_begun: bool) -> Plan:
         may_fuse = self.backend == "auto"
         if is_released:
