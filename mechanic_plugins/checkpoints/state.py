@@ -29,9 +29,9 @@ from mechanic_plugins.checkpoints.format import (
 )
 from mechanic_plugins.checkpoints.settings import notice, portable
 from mechanic_plugins.core.param_state import DELTA, PREFIX, REF
-from mechanic_plugins.core.row import Row
+from mechanic_plugins.core.row import SCALARS, Row
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner_state import SCALARS, TunerState, initial_state
+from mechanic_plugins.core.tuner_state import TunerState, initial_state
 from mechanic_plugins.distributed.sharding import local
 
 __all__ = ["Progress", "check", "check_tuner", "is_released", "merge", "read", "split", "strip", "write"]

@@ -13,7 +13,6 @@ __all__ = [
     "can_fuse_on_cpu",
     "check_supported",
     "ignores_a_schedule",
-    "is_kind_linear_in_lr",
     "is_linear_in_lr",
     "is_torchs_own",
     "l2_penalty",
@@ -45,13 +44,8 @@ _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
 
 
-def is_linear_in_lr(base: Optimizer) -> bool:
-    """Whether the base's update is proportional to lr: it may be stepped at lr / c and its update multiplied by c."""
-    return is_kind_linear_in_lr(type(base))
-
-
-def is_kind_linear_in_lr(kind: type[Optimizer]) -> bool:
-    """The same, asked of the class."""
+def is_linear_in_lr(kind: type[Optimizer]) -> bool:
+    """Whether a base's update is proportional to lr: it may be stepped at lr / c and its update multiplied by c."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     declared = bool(getattr(kind, "linear_in_lr", False))
     return declared or _is_torchs(kind, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR

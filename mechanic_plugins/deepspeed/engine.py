@@ -197,7 +197,7 @@ class _Conductor:
 
     def _parts(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor | None]]:
         """Param group, weights, gradient, and what Mechanic keeps for them."""
-        slot = main_slot(is_default=self.mechanic.settings.rule == "relative")
+        slot = main_slot(self.mechanic.settings.rule)
         for index, shard in enumerate(self.layout.shards()):
             group = self.mechanic.param_groups[self.layout.group_of(index)]
             kept = self.mechanic.state.get(shard, {}).get(slot)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import is_16_bit
-from mechanic_plugins.core.tuner_state import gradient_count, sums_of
+from mechanic_plugins.core.tuner import SUMS
 from mechanic_plugins.kernels.addresses import Addresses, Kept
 from mechanic_plugins.kernels.cuda import on
 from mechanic_plugins.kernels.table import Table
@@ -59,8 +59,8 @@ class TritonBatch:
                 partial,
                 len(partial),
                 self.table.constant((weight, float(self.addresses.gradients), penalty)),
-                sums_of(here, tuner_index),
-                gradient_count(here),
+                here[len(SUMS) * tuner_index :],
+                here[-1:],
                 MAXIMIZE=maximize,
                 SIZE=_COLLECT_BLOCK,
                 num_warps=4,

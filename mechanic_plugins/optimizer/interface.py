@@ -94,7 +94,7 @@ class Wrapper(Optimizer):
         """The parts, of which pickles hold none. Lightning's and Fabric's proxies run methods with another `self`."""
         base, settings = self.base, self.settings
         units = Units(base, settings)
-        self._slots = Slots(is_default=settings.rule == "relative", wanted=self.delta_dtype)
+        self._slots = Slots(settings.rule, self.delta_dtype)
         self._keeper = Keeper(base, settings, units, self._slots, has_history=has_history)
         self._tuning = Tuning(base, settings, units)
         self._planner = Planner(base, self.backend, settings, self._slots)

@@ -44,7 +44,7 @@ def refuse_release(base: Optimizer, *, by_engine: bool) -> None:
             "freeze(release=True) cannot give memory back under DeepSpeed: the engine holds views of the optimizer's "
             "state. Use freeze(), or save a checkpoint and go on without Mechanic at the learned lr."
         )
-    if not known_bases.is_linear_in_lr(base):
+    if not known_bases.is_linear_in_lr(type(base)):
         raise ValueError(
             f"freeze(release=True) steps the base at scale * lr, and updates of {type(base).__name__} are not known to "
             "be proportional to its lr: use freeze(). If they are, say so by a class attribute, linear_in_lr = True."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases, tuner
 from mechanic_plugins.core.relative import BEGINNING
 from mechanic_plugins.core.row import Row
-from mechanic_plugins.core.schedule import Schedule
+from mechanic_plugins.core.schedule import scheduled_lr
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import TunerState
 from mechanic_plugins.kernels import gpu_tuner
@@ -142,13 +143,12 @@ class Tuning:
         tuners, groups, refs = len(progress.tuner), self.base.param_groups, progress.lr_refs
         if len(groups) == 1 and 0 in refs and type(groups[0].get("lr")) is float and not self._ignores_schedule:
             return [groups[0]["lr"]]
-        if self._ignores_schedule or not any("lr" in group for group in self.base.param_groups):
+        if self._ignores_schedule or not any("lr" in group for group in groups):
             return [1.0] * tuners
-        schedules = [Schedule(progress.lr_refs) for _ in range(tuners)]
-        for group in self.base.param_groups:
-            index = progress.row_of(group) or 0
-            schedules[index if tuners > 1 else 0].add(group, progress.lr_refs, index)
-        return [schedule.lr() for schedule in schedules]
+        ceiling = max(refs.values(), default=math.inf)
+        placed = [(progress.row_of(group) or 0, group) for group in groups]
+        parts = [[each for each in placed if tuners == 1 or each[0] == tuner] for tuner in range(tuners)]
+        return [scheduled_lr(part, refs, ceiling) for part in parts]
 
 
 def has_lr_zero(base: Optimizer) -> bool:

@@ -54,7 +54,7 @@ class AroundBase(Plan):
         self._step_base = BaseStep(
             base, self.params, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches)
         )
-        self._is_linear = known_bases.is_linear_in_lr(base)
+        self._is_linear = known_bases.is_linear_in_lr(type(base))
         coarse = [p for p in self.params if is_16_bit(p.dtype)]
         self._uses_masters = bool(coarse) and masters.are_usable(base, coarse)
         for batch in self.batches if self._uses_masters else ():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core.param_state import DELTA, MASTER, REF, delta_dtype, is_16_bit, main_slot, ref_dtype
+from mechanic_plugins.core.param_state import DELTA, MASTER, REF, is_16_bit, main_slot
 from mechanic_plugins.distributed.sharding import local
 
 __all__ = ["Slots"]
@@ -19,22 +19,16 @@ State = dict[str, Any]
 class Slots:
     """Of an optimizer with the default rule, or with a published one."""
 
-    def __init__(self, *, is_default: bool, wanted: torch.dtype | None) -> None:
+    def __init__(self, rule: str, wanted: torch.dtype | None) -> None:
         """`wanted` is the option `delta_dtype`."""
-        self.is_default, self.wanted = is_default, wanted
-
-    @property
-    def main(self) -> str:
-        """What every parameter has that was stepped."""
-        return main_slot(is_default=self.is_default)
+        self.is_default, self.main, self._wanted = rule == "relative", main_slot(rule), wanted
 
     def dtypes(self, p: Tensor) -> dict[str, torch.dtype]:
-        """Of all that a parameter may have."""
-        if self.is_default:
-            own = {REF: ref_dtype(p.dtype, self.wanted)}
-            return {**own, MASTER: torch.float32} if is_16_bit(p.dtype) else own
-        own = {DELTA: delta_dtype(p.dtype)}
-        return {**own, REF: p.dtype} if is_16_bit(p.dtype) else own
+        """Of all that a parameter may have: a reference in the weights' own unless another is wanted, delta wider."""
+        if is_16_bit(p.dtype):
+            return {REF: p.dtype, MASTER if self.is_default else DELTA: torch.float32}
+        narrows = self._wanted == torch.bfloat16 and p.dtype in (torch.float32, torch.float64)
+        return {self.main: torch.bfloat16 if narrows else p.dtype}
 
     def empty(self, p: Tensor, name: str) -> Tensor:
         """One of the parameter's own tensor type."""

@@ -52,7 +52,7 @@ class WithDelta(Plan):
         twins = [self._twin(p, is_lost) for p, is_lost in zip(self.params, lost, strict=True)]
         olds = [local(p).detach().clone() for p in self.params]
         pairs = [(p, twin) for p, twin in zip(self.params, twins, strict=True) if twin is not p]
-        is_linear = known_bases.is_linear_in_lr(self.base)
+        is_linear = known_bases.is_linear_in_lr(type(self.base))
         lrs = [group["lr"] / unit for group in self.base.param_groups] if is_linear and unit != 1 else ()
         try:
             with masters.in_the_place_of(self.base, pairs):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mechanic_plugins.core.tuner_state import SUMS
+from mechanic_plugins.core.tuner import SUMS
 
 MICRO_BATCH = 4
 SPIKE = 8
