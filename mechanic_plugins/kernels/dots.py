@@ -55,8 +55,7 @@ class Dots:
         return self._sums(xs, refs, grads, torch.float64, asked)
 
     def _sums(self, xs: Any, refs: Any, grads: Any, wide: torch.dtype, asked: tuple[bool, bool, bool]) -> list[float]:
-        places: list[int] = []
-        dots: list[Tensor] = []
+        found: list[tuple[int, Tensor]] = []
         for run in self.runs:
             rows: list[Any] = [None if tensors is None else _row(tensors, run) for tensors in (xs, refs, grads)]
             size = rows[0].numel()
@@ -64,9 +63,10 @@ class Dots:
                 x, ref, g = rows
                 if size > self._size:
                     x, ref, g = (None if row is None else row[at : at + self._size] for row in rows)
-                _add_products(places, dots, x, ref, g, wide, *asked)
+                found += _products(x, ref, g, wide, *asked)
         sums = [0.0] * 5
-        for place, number in zip(places, torch.stack(dots).tolist() if dots else (), strict=True):
+        numbers = torch.stack([dot for _, dot in found]).tolist() if found else ()
+        for (place, _), number in zip(found, numbers, strict=True):
             sums[place] += number
         return sums
 
@@ -89,9 +89,7 @@ def _row(tensors: list[Tensor], run: slice) -> Any:
     return torch._C._nn.flatten_dense_tensors(tensors[run])
 
 
-def _add_products(
-    places: list[int],
-    dots: list[Tensor],
+def _products(
     x: Tensor,
     ref: Tensor | None,
     g: Tensor | None,
@@ -99,26 +97,23 @@ def _add_products(
     is_difference: bool,
     with_dx: bool,
     with_xx: bool,
-) -> None:
-    if x.dtype != wide:
-        x = x.to(wide)
+) -> list[tuple[int, Tensor]]:
+    """Each with its place among the sums."""
+    x = x if x.dtype == wide else x.to(wide)
+    found = []
     if g is not None:
         g = g if g.dtype == wide else g.to(wide)
-        places.append(1)
-        dots.append(torch.dot(g, g))
+        found += [(1, torch.dot(g, g))]
     if ref is not None:
         d = x - ref if is_difference else ref.to(wide)
         if g is not None:
-            places.append(0)
-            dots.append(torch.dot(d, g))
-        places.append(2)
-        dots.append(torch.dot(d, d))
+            found += [(0, torch.dot(d, g))]
+        found += [(2, torch.dot(d, d))]
         if with_dx:
-            places.append(3)
-            dots.append(torch.dot(d, x))
+            found += [(3, torch.dot(d, x))]
     if with_xx:
-        places.append(4)
-        dots.append(torch.dot(x, x))
+        found += [(4, torch.dot(x, x))]
+    return found
 
 
 def reals(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -7,12 +7,10 @@ and checkpoint code find what they expect. `mechanic_plugins.optimizer.step` add
 from __future__ import annotations
 
 import copy
-import operator
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -29,14 +27,15 @@ from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.groups import average, names_of, show_scales
 from mechanic_plugins.core.param_state import PREFIX
 from mechanic_plugins.core.settings import Settings, check_max_grad_norm
+from mechanic_plugins.core.tuner import Decision
 from mechanic_plugins.core.tuner_state import gradient_norm
 from mechanic_plugins.distributed.reduction import Shares
+from mechanic_plugins.distributed.sharding import is_fake
 from mechanic_plugins.optimizer.keeper import Keeper
 from mechanic_plugins.optimizer.recording import Recorder
 from mechanic_plugins.optimizer.skips import Skips
 from mechanic_plugins.optimizer.tuning import Tuning
 from mechanic_plugins.optimizer.units import Units
-from mechanic_plugins.passes.plan import Decision
 from mechanic_plugins.passes.planner import Backend, Planner
 from mechanic_plugins.passes.slots import Slots
 
@@ -103,6 +102,7 @@ class Wrapper(Optimizer):
         self.shares_by_engine: Callable[[Sequence[Tensor]], Shares] | None = None
         """How an engine that has cut the parameters up adds its batches up."""
         self._known_params: list[Tensor] = []
+        self._has_data = True
         self._known_shares: tuple[Sequence[Tensor], Shares] | None = None
         self._decision: Decision | None = None
         """What the next steps of an engine have to do."""
@@ -166,9 +166,9 @@ class Wrapper(Optimizer):
 
     def _params(self) -> list[Tensor]:
         """The same list as before, as long as they are the same."""
-        lists, before = [group["params"] for group in self.param_groups], self._known_params
-        if sum(map(len, lists)) != len(before) or not all(map(operator.is_, chain.from_iterable(lists), before)):
-            self._known_params = list(chain.from_iterable(lists))
+        params = [p for group in self.base.param_groups for p in group["params"]]
+        if list(map(id, params)) != list(map(id, self._known_params)):
+            self._known_params, self._has_data = params, not is_fake(params)
         return self._known_params
 
     # ---------------------------------------------------------------- checkpoints, pickles and copies

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -24,11 +24,11 @@ from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.param_state import is_16_bit
 from mechanic_plugins.core.relative import OUTLIER
-from mechanic_plugins.core.tuner import SUMS, clip_factor
+from mechanic_plugins.core.tuner import SUMS, Decision, clip_factor
 from mechanic_plugins.core.tuner_state import initial_state
 from mechanic_plugins.distributed.engines import refuse_unattached
 from mechanic_plugins.distributed.reduction import Reduction, Shares
-from mechanic_plugins.distributed.sharding import align_gradients, is_fake, shares_of
+from mechanic_plugins.distributed.sharding import align_gradients, shares_of
 from mechanic_plugins.kernels.cuda import is_capturing
 from mechanic_plugins.optimizer.interface import Group, Wrapper
 from mechanic_plugins.optimizer.overlaps import refuse_overlaps
@@ -41,7 +41,7 @@ from mechanic_plugins.optimizer.refusals import (
 )
 from mechanic_plugins.optimizer.tuning import has_lr_zero
 from mechanic_plugins.passes.masters import are_usable
-from mechanic_plugins.passes.plan import Closure, Decision, Entry, Part, Plan, Sums, add_sizes, batches_of_parts
+from mechanic_plugins.passes.plan import Closure, Entry, Plan, Sums, add_sizes, batches_of_parts
 
 __all__ = ["MechanicOptimizer"]
 
@@ -88,13 +88,13 @@ class MechanicOptimizer(Wrapper):
     def _step(self, closure: Closure | None) -> Any:
         if self._dry_state is not None:
             self._leave_dry_run()
-        if closure is None and not self.state and self._is_dry_run():
+        if closure is None and not self.base.state and self._is_dry_run():
             return self._make_dry_run()
         loss = None
         if closure is not None:
             closure, loss = _evaluated(closure, None if self.max_grad_norm is None else self._refuse_second_evaluation)
         params = self._params()
-        if is_fake(params):  # nothing can be learned from tensors without data; what a step allocates can be counted
+        if not self._has_data:  # nothing can be learned from tensors without data; what a step allocates can be counted
             self._make_dry_run()
             return loss
         result = self._train(closure, params)
@@ -117,8 +117,9 @@ class MechanicOptimizer(Wrapper):
         if by_kernel:
             decision = self._decide_on_device(plan, progress, reduction)
         else:
-            sums = self._sums(plan, progress, reduction)
-            if self._was_false_start(sums, progress):
+            new = self._tuning.beginning(progress.tuner.rows)
+            sums = self._sums(plan, progress, reduction, new)
+            if new and self._was_false_start(sums, progress):
                 self._forget_start(progress)
                 return self._train(closure, params)
             decision = self._decide(sums, progress)
@@ -177,9 +178,9 @@ class MechanicOptimizer(Wrapper):
             has_begun=by_kernel,
         )
 
-    def _sums(self, plan: Plan, progress: Progress, reduction: Reduction) -> Sums:
-        """Of all ranks. The first gradients also tell how large the weights are."""
-        rows, new = progress.tuner.rows, self._tuning.beginning(progress)
+    def _sums(self, plan: Plan, progress: Progress, reduction: Reduction, new: Mapping[int, bool]) -> Sums:
+        """Of all ranks. The first gradients of new tuners also tell how large the weights are."""
+        rows = progress.tuner.rows
         sums = plan.sums(len(rows), [row.played == 0 for row in rows])
         if new:
             add_sizes(plan.batches, sums, new)
@@ -258,8 +259,8 @@ class MechanicOptimizer(Wrapper):
 
     def _note_lrs(self) -> None:
         """A scheduler may change the lr before the effective one is read."""
-        lrs = [dict.get(group, "lr") for group in self.param_groups]
-        self._last["lrs"] = [lr if not isinstance(lr, Tensor) else lr.detach().clone() for lr in lrs]
+        lrs = [dict.get(group, "lr") for group in self.base.param_groups]
+        self._last["lrs"] = [lr.detach().clone() if isinstance(lr, Tensor) else lr for lr in lrs]
 
     # ---------------------------------------------------------------- holding the scale
 
@@ -302,15 +303,14 @@ class MechanicOptimizer(Wrapper):
         """What `decide` takes, of an engine's parts: param group, weights, gradient and what is kept for them."""
         progress = self._keeper.progress
         rows = progress.tuner.rows
-        batches = batches_of_parts(
-            self.base, [Part(g, progress.tuner_of(g), x, grad, kept) for g, x, grad, kept in parts]
-        )
+        entries = [(Entry(x, g, progress.tuner_of(g), 1.0), grad, kept) for g, x, grad, kept in parts]
+        batches = batches_of_parts(self.base, entries)
         sums, is_default = [0.0] * (len(SUMS) * len(rows) + 1), self._slots.is_default
         with_decay = not is_default and bool(self.settings.s_decay)
         for batch in batches:
             is_difference = is_default and rows[batch.tuner_index].played > 0
             batch.add_sums(sums, is_waiting=not is_difference, with_dx=with_decay, with_xx=with_decay)
-        add_sizes(batches, sums, self._tuning.beginning(progress))
+        add_sizes(batches, sums, self._tuning.beginning(rows))
         return torch.tensor(sums, dtype=torch.float64, device=progress.tuner.device)
 
     def decide(self, sums: Tensor) -> Decision:

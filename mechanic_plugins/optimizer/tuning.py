@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.checkpoints.state import Progress
-from mechanic_plugins.core import known_bases, tuner
+from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.relative import BEGINNING
 from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.schedule import scheduled_lr
 from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner import Decision, decide
 from mechanic_plugins.core.tuner_state import TunerState
 from mechanic_plugins.kernels import gpu_tuner
 from mechanic_plugins.optimizer.units import Units
-from mechanic_plugins.passes.plan import Decision
 
 __all__ = ["Inputs", "Tuning", "has_lr_zero"]
 
@@ -42,11 +42,10 @@ class Tuning:
         self._ignores_schedule = known_bases.ignores_a_schedule(base)
         self._constants: dict[tuple[tuple[float, float], torch.device], Tensor] = {}
 
-    def beginning(self, progress: Progress) -> dict[int, bool]:
+    def beginning(self, rows: Sequence[Row]) -> dict[int, bool]:
         """The tuners that begin, and whether they have seen no gradient yet: the default rule measures with those."""
         if self.settings.rule != "relative":
             return {}
-        rows = progress.tuner.rows
         return {index: row.size == 0 for index, row in enumerate(rows) if row.gradients < BEGINNING}
 
     def by_floats(self, sums: Sequence[float], progress: Progress, max_grad_norm: float | None) -> Decision:
@@ -54,24 +53,18 @@ class Tuning:
         lr_refs, unit = dict(progress.lr_refs), progress.unit
         state, rows = progress.tuner, progress.tuner.copied_rows()
         inputs = self.inputs(progress, rows)
-        outcome = tuner.decide(
-            rows,
-            sums,
-            [float(lr) for lr in inputs.lrs],
-            inputs.settings,
-            hold=inputs.hold,
-            max_grad_norm=max_grad_norm,
-        )
-        if not outcome.applied:
+        lrs = list(map(float, inputs.lrs))
+        decision = decide(rows, sums, lrs, inputs.settings, hold=inputs.hold, max_grad_norm=max_grad_norm)
+        if not decision.applied:
             progress.lr_refs, progress.unit = lr_refs, unit
             longest, rows = [row.longest for row in rows], state.copied_rows()
             for row, norm in zip(rows, longest, strict=True):
                 row.longest = norm
         steps, skipped = state.counts
-        progress.tuner = state.with_rows(rows, (steps + outcome.applied, skipped + outcome.skipped))
+        progress.tuner = state.with_rows(rows, (steps + bool(decision.applied), skipped + decision.skipped))
         if state.device.type == "cuda":  # the next step may be captured, and must find them there
             self._constants_on(progress.tuner.flat.device, inputs.settings, max_grad_norm)
-        return Decision(outcome.applied, outcome.befores, outcome.afters, outcome.clip)
+        return decision
 
     def can_leave_to_device(self, progress: Progress) -> bool:
         """Whether a kernel may decide: all tuners that are trained have begun. Waits for the GPU before.

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import MASTER, REF, is_16_bit
+from mechanic_plugins.core.tuner import Decision
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.passes import masters
 from mechanic_plugins.passes.base_step import BaseStep, is_discarded, warn_of_own_iterates
-from mechanic_plugins.passes.plan import Closure, Decision, Entry, Plan, exact
+from mechanic_plugins.passes.plan import Closure, Entry, Plan, exact
 from mechanic_plugins.passes.slots import Slots
 
 __all__ = ["AroundBase", "Released"]
@@ -153,9 +154,9 @@ class AroundBase(Plan):
 
         At a tuner's first move these are all of its parameters: what had waited is dropped.
         """
-        first = [was == 0 < now for was, now in zip(decision.befores, decision.afters, strict=False)]
-        if self.is_complete and not any(first):
+        if self.is_complete and all(decision.befores):
             return {}
+        first = [was == 0 < now for was, now in zip(decision.befores, decision.afters, strict=False)]
         starts: dict[Tensor, Tensor | None] = {}
         for group, index in zip(self.base.param_groups, self._tuner_of, strict=True):
             for p in group["params"]:

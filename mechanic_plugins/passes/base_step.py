@@ -38,7 +38,7 @@ class BaseStep:
         base, groups = self.base, self.base.param_groups
         fuses = self._may_fuse and self._have_rows()
         factors = self._factors(clip, applied, fuses)
-        before = [group.get("lr") for group in groups]
+        before = [dict.get(group, "lr") for group in groups]
         try:
             for group, lr in zip(groups, lrs, strict=bool(lrs)):
                 group["lr"] = lr
@@ -70,8 +70,9 @@ class BaseStep:
 
     def _have_rows(self) -> bool:
         """Whether the gradients are contiguous and of the weights' dtype, as all else was when the plan was made."""
-        pairs = [(p.grad, p.dtype) for p in self._params if p.grad is not None]
-        return False not in [grad.dtype == dtype and grad.is_contiguous() for grad, dtype in pairs]
+        grads = [p.grad for p in self._params if p.grad is not None]
+        have_dtypes = False not in [p.grad.dtype == p.dtype for p in self._params if p.grad is not None]
+        return have_dtypes and all(map(Tensor.is_contiguous, grads))
 
 
 def scale(grads: Sequence[Tensor], factor: float) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core.param_state import MASTER, REF, is_16_bit
+from mechanic_plugins.core.tuner import Decision
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.kernels import triton_support
 from mechanic_plugins.kernels.addresses import Kept
@@ -24,7 +25,7 @@ from mechanic_plugins.kernels.cuda import on
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.kernels.triton_support import processors, triton_type
 from mechanic_plugins.lion import Lion
-from mechanic_plugins.passes.plan import Batch, Closure, Decision, Entry, Group, Plan
+from mechanic_plugins.passes.plan import Batch, Closure, Entry, Group, Plan
 
 __all__ = ["FusedPlan", "can_fuse"]
 

@@ -59,7 +59,7 @@ class Planner:
 
         `has_begun`: a kernel may decide.
         """
-        key = (is_released, has_begun, *[id(p) for p in params if p.grad is not None or p.requires_grad])
+        key = is_released, has_begun, *map(id, [p for p in params if p.grad is not None or p.requires_grad])
         plan = self._plans.get(key)
         if plan is None or not plan.is_current():
             plan = self._plans[key] = self._new(entries(), tuner_of(), is_released, has_begun)

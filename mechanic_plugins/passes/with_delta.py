@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, REF, is_16_bit
-from mechanic_plugins.core.tuner import SUMS
+from mechanic_plugins.core.tuner import SUMS, Decision
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.kernels.dots import reals
 from mechanic_plugins.passes import masters
 from mechanic_plugins.passes.base_step import BaseStep, is_discarded, warn_of_own_iterates
-from mechanic_plugins.passes.plan import Closure, Decision, Entry, Plan
+from mechanic_plugins.passes.plan import Closure, Entry, Plan
 from mechanic_plugins.passes.slots import Slots
 
 __all__ = ["WithDelta"]
