@@ -89,7 +89,8 @@ def decide(
     if not is_finite or sums[-1] == 0:
         return Decision(False, not is_finite, 1.0, befores, befores)
     clip = clip_factor(sums, max_grad_norm)
-    products = [_products(sums, index, clip) for index in range(len(rows))]
+    each = zip(*[iter(sums[:-1])] * len(SUMS), strict=True)
+    products = [Products(clip * dg, clip * clip * gg, *others) for dg, gg, *others in each]
     if settings.rule == "relative" and _has_outlier(rows, products):
         return Decision(False, True, 1.0, befores, befores)
     for row, sums_of_row, lr in zip(rows, products, lrs, strict=True):
@@ -102,11 +103,6 @@ def clip_factor(sums: Sequence[float], max_grad_norm: float | None) -> float:
     if max_grad_norm is None:
         return 1.0
     return min(1.0, max_grad_norm / (math.sqrt(sum(sums[1:-1:6])) + CLIP_EPS))
-
-
-def _products(sums: Sequence[float], index: int, clip: float) -> Products:
-    dg, gg, xx, dx, dd, dp = sums[6 * index : 6 * index + 6]
-    return Products(clip * dg, clip * clip * gg, xx, dx, dd, dp)
 
 
 def _has_outlier(rows: Sequence[Row], products: Sequence[Products]) -> bool:

@@ -98,10 +98,6 @@ class TunerState:
         """The scales in force, of shape (tuners,)."""
         return self.column("played")[:, 0]
 
-    def copied_rows(self) -> list[Row]:
-        """To be changed."""
-        return [row.copy() for row in self.rows]
-
     def with_rows(self, rows: Sequence[Row], counts: tuple[float, float] | None = None) -> TunerState:
         """Others in their place."""
         return TunerState(self.n, self.device, rows=list(rows), counts=self.counts if counts is None else counts)

@@ -20,10 +20,6 @@ _ROW_ELSEWHERE = 1 << 24
 """Elements of a row. Other devices add in trees, and have few launches to give."""
 
 
-_WIDE = {torch.float64: torch.float64}
-"""What sums of a dtype are taken in, if not in float32."""
-
-
 class Dots:
     """The inner products of a list of tensors with equal dtypes and one device, in this order: dg, gg, dd, dx, xx.
 
@@ -49,7 +45,8 @@ class Dots:
         Squares of finite float32 numbers overflow from 1.8e19 on: float64 then sums once more.
         """
         asked = is_difference, with_dx, with_xx
-        sums = self._sums(xs, refs, grads, _WIDE.get(xs[0].dtype, torch.float32), asked)
+        wide = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
+        sums = self._sums(xs, refs, grads, wide, asked)
         if all(map(math.isfinite, sums)):
             return sums
         return self._sums(xs, refs, grads, torch.float64, asked)
@@ -59,15 +56,16 @@ class Dots:
         for run in self.runs:
             rows: list[Any] = [None if tensors is None else _row(tensors, run) for tensors in (xs, refs, grads)]
             size = rows[0].numel()
-            for at in range(0, max(size, 1), self._size):
+            for at in range(0, size or 1, self._size):
                 x, ref, g = rows
                 if size > self._size:
                     x, ref, g = (None if row is None else row[at : at + self._size] for row in rows)
                 found += _products(x, ref, g, wide, *asked)
         sums = [0.0] * 5
-        numbers = torch.stack([dot for _, dot in found]).tolist() if found else ()
-        for (place, _), number in zip(found, numbers, strict=True):
-            sums[place] += number
+        if found:
+            places, dots = zip(*found, strict=True)
+            for place, number in zip(places, torch.stack(dots).tolist(), strict=True):
+                sums[place] += number
         return sums
 
 

@@ -24,8 +24,9 @@ from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.param_state import is_16_bit
 from mechanic_plugins.core.relative import OUTLIER
+from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.tuner import SUMS, Decision, clip_factor
-from mechanic_plugins.core.tuner_state import initial_state
+from mechanic_plugins.core.tuner_state import TunerState, initial_state
 from mechanic_plugins.distributed.engines import refuse_unattached
 from mechanic_plugins.distributed.reduction import Reduction, Shares
 from mechanic_plugins.distributed.sharding import align_gradients, shares_of
@@ -81,24 +82,29 @@ class MechanicOptimizer(Wrapper):
         had_grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as torch.no_grad(), which takes ten calls
         try:
-            return self._step(closure)
+            if self._dry_state is not None:
+                self._leave_dry_run()
+            if closure is None and not self.base.state and self._is_dry_run():
+                return self._make_dry_run()
+            loss = None
+            if closure is not None:
+                closure, loss = self._evaluated(closure)
+            params = self._params()
+            if self._has_data:
+                result = self._train(closure, params)
+                return result if loss is None else loss
+            self._make_dry_run()  # nothing can be learned; what a step allocates can be counted
+            return loss
         finally:
             torch._C._set_grad_enabled(had_grad)
 
-    def _step(self, closure: Closure | None) -> Any:
-        if self._dry_state is not None:
-            self._leave_dry_run()
-        if closure is None and not self.base.state and self._is_dry_run():
-            return self._make_dry_run()
-        loss = None
-        if closure is not None:
-            closure, loss = _evaluated(closure, None if self.max_grad_norm is None else self._refuse_second_evaluation)
-        params = self._params()
-        if not self._has_data:  # nothing can be learned from tensors without data; what a step allocates can be counted
-            self._make_dry_run()
-            return loss
-        result = self._train(closure, params)
-        return result if loss is None else loss
+    def _evaluated(self, closure: Closure) -> tuple[Closure, Any]:
+        """The loss, and a closure for the base whose first call returns it; another computes it again, or refuses."""
+        again = torch.enable_grad()(closure)
+        loss = again()
+        cached = [loss]
+        otherwise = again if self.max_grad_norm is None else self._refuse_second_evaluation
+        return lambda: cached.pop() if cached else otherwise(), loss
 
     def _refuse_second_evaluation(self) -> None:
         raise RuntimeError(
@@ -117,9 +123,9 @@ class MechanicOptimizer(Wrapper):
         if by_kernel:
             decision = self._decide_on_device(plan, progress, reduction)
         else:
-            new = self._tuning.beginning(progress.tuner.rows)
-            sums = self._sums(plan, progress, reduction, new)
-            if new and self._was_false_start(sums, progress):
+            new = self._tuning.beginning(before.rows)
+            sums = self._sums(plan, before, reduction, new)
+            if new and self._was_false_start(sums, before.rows):
                 self._forget_start(progress)
                 return self._train(closure, params)
             decision = self._decide(sums, progress)
@@ -155,7 +161,7 @@ class MechanicOptimizer(Wrapper):
         tuners, device = len(progress.tuner), progress.tuner.device
         if is_told:
             return plan.device_sums(tuners, device)
-        return torch.tensor(plan.sums(tuners, [False] * tuners), dtype=torch.float64, device=device)
+        return torch.tensor(plan.sums([False] * tuners), dtype=torch.float64, device=device)
 
     def _leaves_to_device(self, progress: Progress) -> bool:
         device, is_free = progress.tuner.device, not progress.released
@@ -178,18 +184,17 @@ class MechanicOptimizer(Wrapper):
             has_begun=by_kernel,
         )
 
-    def _sums(self, plan: Plan, progress: Progress, reduction: Reduction, new: Mapping[int, bool]) -> Sums:
+    def _sums(self, plan: Plan, tuner: TunerState, reduction: Reduction, new: Mapping[int, bool]) -> Sums:
         """Of all ranks. The first gradients of new tuners also tell how large the weights are."""
-        rows = progress.tuner.rows
-        sums = plan.sums(len(rows), [row.played == 0 for row in rows])
+        sums = plan.sums([row.played == 0 for row in tuner.rows])
         if new:
             add_sizes(plan.batches, sums, new)
         if not reduction.spans_ranks:
             return sums
-        numbers: Sums = reduction(torch.tensor(sums, dtype=torch.float64, device=progress.tuner.device)).tolist()
+        numbers: Sums = reduction(torch.tensor(sums, dtype=torch.float64, device=tuner.device)).tolist()
         return numbers
 
-    def _was_false_start(self, sums: Sums, progress: Progress) -> bool:
+    def _was_false_start(self, sums: Sums, rows: Sequence[Row]) -> bool:
         """Whether the one gradient so far is far longer or shorter than this one. The weights have not moved yet.
 
         Which of the two is the odd one the next step shows. A scale by the first would be as far off as that is.
@@ -197,8 +202,7 @@ class MechanicOptimizer(Wrapper):
         Never for a base whose state cannot be dropped: it was there before the first step, or an engine has views of
         it. DeepSpeed's engines therefore keep such a gradient; those that call `decide` do not come here at all.
         """
-        rows = progress.tuner.rows
-        if self.settings.rule != "relative" or self._keeper.has_history or self.shares_by_engine is not None:
+        if self._keeper.has_history or self.shares_by_engine is not None:
             return False
         if max([row.gradients for row in rows]) != 1:
             return False
@@ -259,8 +263,10 @@ class MechanicOptimizer(Wrapper):
 
     def _note_lrs(self) -> None:
         """A scheduler may change the lr before the effective one is read."""
-        lrs = [dict.get(group, "lr") for group in self.base.param_groups]
-        self._last["lrs"] = [lr.detach().clone() if isinstance(lr, Tensor) else lr for lr in lrs]
+        self._last["lrs"] = [
+            lr.detach().clone() if isinstance(lr := dict.get(group, "lr"), Tensor) else lr
+            for group in self.base.param_groups
+        ]
 
     # ---------------------------------------------------------------- holding the scale
 
@@ -282,7 +288,7 @@ class MechanicOptimizer(Wrapper):
             refuse_scale_of_zero(progress)
         progress.frozen, progress.released = True, release or progress.released
         if release:
-            rows = progress.tuner.copied_rows()
+            rows = [row.copy() for row in progress.tuner.rows]
             for row in rows:
                 row.path = 0.0  # the next references begin a new one
             progress.tuner = progress.tuner.with_rows(rows)
@@ -356,11 +362,3 @@ def _is_called_by(module: str) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
     return frame is not None
-
-
-def _evaluated(closure: Closure, refuse: Closure | None) -> tuple[Closure, Any]:
-    """The loss, and a closure for the base whose first call returns it; another one computes it again, or refuses."""
-    again = torch.enable_grad()(closure)
-    loss = again()
-    cached = [loss]
-    return lambda: cached.pop() if cached else (refuse or again)(), loss

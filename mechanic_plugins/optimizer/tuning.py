@@ -40,6 +40,11 @@ class Tuning:
     def __init__(self, base: Optimizer, settings: Settings, units: Units) -> None:
         self.base, self.settings, self.units = base, settings, units
         self._ignores_schedule = known_bases.ignores_a_schedule(base)
+        self._heeds_zero = not self._ignores_schedule and settings.rule not in ("experiments", "optax")
+        """Whether the scale stays at a learning rate of 0, which must move nothing.
+
+        The two rules that start with a scale above 0 take such a step as published: their warm-ups would differ.
+        """
         self._constants: dict[tuple[tuple[float, float], torch.device], Tensor] = {}
 
     def beginning(self, rows: Sequence[Row]) -> dict[int, bool]:
@@ -51,13 +56,13 @@ class Tuning:
     def by_floats(self, sums: Sequence[float], progress: Progress, max_grad_norm: float | None) -> Decision:
         """Moves `progress` on. A skipped step leaves no trace there but the count, and the longest gradient."""
         lr_refs, unit = dict(progress.lr_refs), progress.unit
-        state, rows = progress.tuner, progress.tuner.copied_rows()
+        state, rows = progress.tuner, [row.copy() for row in progress.tuner.rows]
         inputs = self.inputs(progress, rows)
         lrs = list(map(float, inputs.lrs))
         decision = decide(rows, sums, lrs, inputs.settings, hold=inputs.hold, max_grad_norm=max_grad_norm)
         if not decision.applied:
             progress.lr_refs, progress.unit = lr_refs, unit
-            longest, rows = [row.longest for row in rows], state.copied_rows()
+            longest, rows = [row.longest for row in rows], [row.copy() for row in state.rows]
             for row, norm in zip(rows, longest, strict=True):
                 row.longest = norm
         steps, skipped = state.counts
@@ -118,23 +123,15 @@ class Tuning:
 
     def inputs(self, progress: Progress, rows: Sequence[Row]) -> Inputs:
         """Fixes the unit, if it is time for it, and looks at the learning rates."""
-        hold = not self.units.resolve(progress, rows) or self._holds(progress)
+        hold = (
+            not self.units.resolve(progress, rows) or progress.frozen or (self._heeds_zero and has_lr_zero(self.base))
+        )
         return Inputs(self.units.constants(progress), self._lrs(progress), hold)
-
-    def _holds(self, progress: Progress) -> bool:
-        """Whether the scale stays: frozen, or at a learning rate of 0, which must move nothing.
-
-        The two rules that start with a scale above 0 take such a step as published: their warm-ups would differ.
-        """
-        if progress.frozen:
-            return True
-        obeys = self.settings.rule not in ("experiments", "optax")
-        return obeys and not self._ignores_schedule and has_lr_zero(self.base)
 
     def _lrs(self, progress: Progress) -> list[float | Tensor]:
         """For each tuner where its groups' schedule stands, as a learning rate; 1 for a base without any."""
         tuners, groups, refs = len(progress.tuner), self.base.param_groups, progress.lr_refs
-        if len(groups) == 1 and 0 in refs and type(groups[0].get("lr")) is float and not self._ignores_schedule:
+        if len(groups) == 1 and 0 in refs and type(dict.get(groups[0], "lr")) is float and not self._ignores_schedule:
             return [groups[0]["lr"]]
         if self._ignores_schedule or not any("lr" in group for group in groups):
             return [1.0] * tuners

@@ -74,17 +74,16 @@ class AroundBase(Plan):
     # ---------------------------------------------------------------- the step
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None) -> Any:
-        if self._is_linear and (isinstance(decision.afters, Tensor) or self._have_scales(decision.afters)):
+        afters = decision.afters
+        if self._is_linear and (isinstance(afters, Tensor) or all(afters) or self._have_scales(afters)):
             return self._step_at_scale(decision, unit, closure)
         return self._step_apart(decision, unit, closure)
 
     def _have_scales(self, afters: Sequence[float]) -> bool:
-        if all(afters):
-            return True
         return all(afters[e.tuner_index] > 0 for e in self.entries if e.param.grad is not None)
 
     def _step_at_scale(self, decision: Decision, unit: float, closure: Closure | None) -> Any:
-        starts, lent = self._starts(decision), self._lent()
+        starts, lent = self._starts(decision), self._lent() if self._uses_masters else []
         groups, afters = self.base.param_groups, decision.afters
         lrs = [group["lr"] * (afters[i] / unit) for group, i in zip(groups, self._tuner_of, strict=True)]
         if isinstance(afters, Tensor):
@@ -97,12 +96,13 @@ class AroundBase(Plan):
             raise
         for each in lent:
             local(each.param).copy_(local(each.master))
-        self._keep(starts, lent)
+        if starts or lent:
+            self._keep(starts, lent)
         return result
 
     def _step_apart(self, decision: Decision, unit: float, closure: Closure | None) -> Any:
         """Reads the update off the weights. An error leaves them as they were."""
-        starts, lent = self._starts(decision), self._lent()
+        starts, lent = self._starts(decision), self._lent() if self._uses_masters else []
         moved = [entry for entry in self.entries if entry.param.grad is not None]
         lost = [self._uses_masters and is_discarded(self.base, entry.param) for entry in moved]
         masters_of = {id(each.param): each.master for each in lent}
@@ -176,12 +176,10 @@ class AroundBase(Plan):
                 self.slots.put(p, state, REF, x)
 
     def _lent(self) -> list[Lent]:
-        if not self._uses_masters:
-            return []
         lent = []
-        for p in (
-            p for p in self.params if is_16_bit(p.dtype) and p.grad is not None and not is_discarded(self.base, p)
-        ):
+        for p in self.params:
+            if not is_16_bit(p.dtype) or p.grad is None or is_discarded(self.base, p):
+                continue
             master = self.base.state.get(p, {}).get(MASTER)
             if master is None:
                 master = self.slots.empty(p, MASTER)

@@ -44,7 +44,8 @@ class BaseStep:
                 group["lr"] = lr
                 if fuses:
                     group["fused"] = True
-            vars(base).update(factors)
+            if factors:
+                vars(base).update(factors)
             return base.step() if closure is None else base.step(closure)
         finally:
             for group, lr in zip(groups, before, strict=True):

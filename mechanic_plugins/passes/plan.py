@@ -236,7 +236,8 @@ class Plan:
         """Parameters that never had a gradient: the first one they get ends the plan."""
         self._groups = list(base.param_groups)
         self._options = [{name: group[name] for name in _OPTIONS if name in group} for group in base.param_groups]
-        self._kinds, self._strides = self._kinds_now(), list(map(Tensor.stride, self.params))
+        self._kinds = [(p.dtype, p.shape, p.device) for p in self.params]
+        self._strides = list(map(Tensor.stride, self.params))
         self._state, self._states = base.state, list(base.state.values())
         self._mine: list[Any] = [base.state.get(p, {}) for p in self.params]
         self._kept = [state.get(slot) for state in self._mine]
@@ -249,12 +250,9 @@ class Plan:
         return (
             self.has_same_groups()
             and all(map(operator.is_, map(dict.get, self._mine, itertools.repeat(self.slot)), self._kept))
-            and self._kinds_now() == self._kinds
+            and [(p.dtype, p.shape, p.device) for p in self.params] == self._kinds
             and list(map(Tensor.stride, self.params)) == self._strides
         )
-
-    def _kinds_now(self) -> list[tuple[Any, ...]]:
-        return [(p.dtype, p.shape, p.device) for p in self.params]
 
     def has_same_groups(self) -> bool:
         """Whether the base has the param groups, the options and the states that it had."""
@@ -264,16 +262,16 @@ class Plan:
             and self._state is base.state
             and list(map(id, base.param_groups)) == list(map(id, self._groups))
             and list(map(id, base.state.values())) == list(map(id, self._states))
-            and all(map(operator.is_, [p.grad for p in self._outsiders], itertools.repeat(None)))
+            and (not self._outsiders or all(p.grad is None for p in self._outsiders))
             and False not in [old.items() <= new.items() for old, new in zip(self._options, self._groups, strict=True)]
         )
 
-    def sums(self, tuners: int, waiting: Sequence[bool]) -> Sums:
+    def sums(self, waiting: Sequence[bool]) -> Sums:
         """The sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up.
 
         `waiting` tells of each tuner whether it has not moved yet.
         """
-        out = [0.0] * (len(SUMS) * tuners + 1)
+        out = [0.0] * (len(SUMS) * len(waiting) + 1)
         for batch in self.batches:
             batch.add_sums(out, is_waiting=waiting[batch.tuner_index], with_dx=False, with_xx=False)
         return out

@@ -40,8 +40,8 @@ class WithDelta(Plan):
         coarse = [p for p in self.params if is_16_bit(p.dtype)]
         self._uses_twins = bool(coarse) and masters.are_usable(base, coarse)
 
-    def sums(self, tuners: int, waiting: Sequence[bool]) -> list[float]:
-        out = [0.0] * (len(SUMS) * tuners + 1)
+    def sums(self, waiting: Sequence[bool]) -> list[float]:
+        out = [0.0] * (len(SUMS) * len(waiting) + 1)
         for batch in self.batches:
             batch.add_sums(out, is_waiting=True, with_dx=self._with_decay, with_xx=self._with_decay)
         return out

@@ -30,7 +30,7 @@ def test_the_kernel_equals_the_floats(options: dict[str, Any], tuners: int, norm
     chosen = Settings(**options)
     constants = torch.tensor(gpu_tuner.constants_of(chosen, norm), dtype=torch.float64)
     state = initial_state(chosen, tuners=tuners, device=CPU)
-    rows, counted = state.copied_rows(), [0, 0]
+    rows, counted = [row.copy() for row in state.rows], [0, 0]
     generator = torch.Generator().manual_seed(0)
     for step in range(20):
         lrs: list[float | torch.Tensor] = [0.1 * min(step + 1, 8, 21 - step) + row for row in range(tuners)]
