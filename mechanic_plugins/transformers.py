@@ -62,16 +62,12 @@ def register(name: str, base: str | type[Optimizer]) -> None:
         raise ValueError(f"{name!r} is already registered for {BASES[name]!r}, got {base!r}: choose another name.")
     if isinstance(base, str):
         _refuse_unsuitable(OptimizerNames(base).value)
-    elif not _is_optimizer_class(base):
+    elif Optimizer not in getattr(base, "__mro__", ()):
         raise TypeError(
             f"{name} needs a subclass of torch.optim.Optimizer, or transformers' name of one, got {base!r}."
         )
     BASES[name] = base
     add_name(OptimizerNames, name)
-
-
-def _is_optimizer_class(given: Any) -> bool:
-    return isinstance(given, type) and issubclass(given, Optimizer)
 
 
 def _refuse_unsuitable(name: str) -> None:

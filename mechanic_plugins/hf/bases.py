@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from mechanic_plugins.api import mechanize
-from mechanic_plugins.hf.optim_args import parse
 from mechanic_plugins.hf.optim_names import BASES
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.muon import MuonWithAdamW
+from mechanic_plugins.options import parsed
 
 __all__ = ["Found", "class_and_kwargs", "is_mechanic", "name_of"]
 
@@ -38,7 +38,7 @@ def name_of(args: TrainingArguments) -> str:
 def class_and_kwargs(original: Callable[..., Found], args: TrainingArguments, model: Any) -> Found:
     """The mechanized class that Trainer builds its optimizer from, and the arguments beside the param groups."""
     _refuse_lr_zero(args)
-    base, given = BASES[name_of(args)], parse(args.optim_args)
+    base, given = BASES[name_of(args)], parsed(args.optim_args)
     for key, option in {"lr": "--learning_rate", "weight_decay": "--weight_decay"}.items():
         if key in given:
             raise ValueError(f"optim_args has {key}={given[key]}, which the Trainer sets itself: use {option}.")

@@ -1,4 +1,4 @@
-"""The sums of a step by torch operations.
+"""The sums of a step by torch operations, and what the default rule measures with a run's first gradients.
 
 Tensors here are local: a rank's own part of a parameter, never a DTensor. Small ones are joined into rows, large ones
 cut into rows, and float64 adds up what float32 found in each: on a CPU the sums are off by about 1e-7.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Dots", "reals", "runs_of"]
+__all__ = ["Dots", "count_nonzero", "reals", "runs_of", "sizes"]
 
 _ROW = {"cpu": 1 << 18}
 _ROW_ELSEWHERE = 1 << 24
@@ -117,3 +117,24 @@ def _products(
 def reals(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Complex parameters are pairs of real ones: of tensors that are all complex, or none."""
     return [torch.view_as_real(t.detach().resolve_conj()) for t in tensors]
+
+
+def sizes(xs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[float]:
+    """The sum of min(|x|, 1)^2, the number of weights that are not 0, and of gradients that are not 0.
+
+    Waits for the device. Each may be a part of a parameter: ranks add theirs up.
+    """
+    found = [torch.stack([_squares(x), x.count_nonzero().double()]) for x in xs]
+    squares, nonzero = torch.stack(found).sum(0).tolist()
+    return [squares, nonzero, count_nonzero(grads)]
+
+
+def count_nonzero(grads: Sequence[Tensor]) -> float:
+    """Over all of them. Waits for the device."""
+    return float(torch.stack([grad.count_nonzero() for grad in grads]).sum())
+
+
+def _squares(x: Tensor) -> Tensor:
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    # adding 0 * x keeps what is not finite from being clamped away
+    return wide.clamp(-1.0, 1.0).square_().add_(wide, alpha=0).sum(dtype=torch.float64)

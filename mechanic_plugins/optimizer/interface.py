@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -39,12 +39,17 @@ from mechanic_plugins.optimizer.units import Units
 from mechanic_plugins.passes.planner import Backend, Planner
 from mechanic_plugins.passes.slots import Slots
 
-__all__ = ["Group", "Wrapper"]
+__all__ = ["Group", "Wrapper", "of_the_base"]
 
 Group = dict[str, Any]
 StateDict = dict[str, Any]
 
 _HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
+def of_the_base(name: str) -> Any:
+    """An attribute that is the base's own."""
+    return property(lambda self: getattr(self.base, name), lambda self, value: setattr(self.base, name, value))
 
 
 class Tuner(NamedTuple):
@@ -117,29 +122,9 @@ class Wrapper(Optimizer):
 
     # ---------------------------------------------------------------- the base's
 
-    @property
-    def param_groups(self) -> list[Group]:
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[Group]) -> None:
-        self.base.param_groups = value
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        return self.base.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.base.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.base.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.base.defaults = value
+    param_groups = of_the_base("param_groups")
+    state = of_the_base("state")
+    defaults = of_the_base("defaults")
 
     def __getattr__(self, name: str) -> Any:
         if name == "base" or name.startswith("__"):

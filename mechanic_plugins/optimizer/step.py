@@ -44,7 +44,7 @@ from mechanic_plugins.optimizer.tuning import has_lr_zero
 from mechanic_plugins.passes.masters import are_usable
 from mechanic_plugins.passes.plan import Closure, Entry, Plan, Sums, add_sizes, batches_of_parts
 
-__all__ = ["MechanicOptimizer"]
+__all__ = ["MechanicOptimizer", "is_called_by"]
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -339,25 +339,25 @@ class MechanicOptimizer(Wrapper):
 
         A user's first step may look the same, so the caller counts.
         """
-        return has_lr_zero(self.base) and _is_called_by("torch.distributed.checkpoint.state_dict")
+        return has_lr_zero(self.base) and is_called_by("torch.distributed.checkpoint.state_dict")
 
     def _make_dry_run(self) -> None:
         self.base.step()
         stepped = [p for p in self._params() if p.grad is not None]
-        coarse = [p for p in stepped if is_16_bit(p.dtype)]
-        has_masters = self._slots.is_default and bool(coarse) and are_usable(self.base, coarse)
+        has_masters = self._slots.is_default and are_usable(self.base, stepped)
         for p in () if checkpoint.is_released(self.param_groups) else stepped:
             self._slots.begin(p, self.state[p], has_master=has_masters and is_16_bit(p.dtype))
         self._dry_state = self.state
 
     def _leave_dry_run(self) -> None:
         """If no state was loaded after the dry run, drop what it made: Adam would count it as a step."""
-        if self._dry_state is self.state:
-            self.state.clear()
+        if self._dry_state is self.base.state:
+            self.base.state.clear()
         self._dry_state = None
 
 
-def _is_called_by(module: str) -> bool:
+def is_called_by(module: str) -> bool:
+    """Whether a function of that module is among the callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back

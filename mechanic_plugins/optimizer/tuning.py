@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,7 +16,6 @@ from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.schedule import scheduled_lr
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner import Decision, decide
-from mechanic_plugins.core.tuner_state import TunerState
 from mechanic_plugins.kernels import gpu_tuner
 from mechanic_plugins.optimizer.units import Units
 
@@ -28,7 +26,7 @@ class Inputs(NamedTuple):
     """What the host knows of a step before it is decided: the constants in the units of the scale, and the schedule."""
 
     settings: Settings
-    lrs: list[float | Tensor]
+    lrs: Sequence[float | Tensor] | Tensor
     """For each tuner."""
     hold: bool
     """Whether the scale stays."""
@@ -45,7 +43,6 @@ class Tuning:
 
         The two rules that start with a scale above 0 take such a step as published: their warm-ups would differ.
         """
-        self._constants: dict[tuple[tuple[float, float], torch.device], Tensor] = {}
 
     def beginning(self, rows: Sequence[Row]) -> dict[int, bool]:
         """The tuners that begin, and whether they have seen no gradient yet: the default rule measures with those."""
@@ -68,7 +65,7 @@ class Tuning:
         steps, skipped = state.counts
         progress.tuner = state.with_rows(rows, (steps + bool(decision.applied), skipped + decision.skipped))
         if state.device.type == "cuda":  # the next step may be captured, and must find them there
-            self._constants_on(progress.tuner.flat.device, inputs.settings, max_grad_norm)
+            gpu_tuner.constants_on(progress.tuner.flat.device, inputs.settings.max_scale, max_grad_norm)
         return decision
 
     def can_leave_to_device(self, progress: Progress) -> bool:
@@ -91,41 +88,14 @@ class Tuning:
 
     def by_kernel(self, sums: Tensor, progress: Progress, max_grad_norm: float | None) -> Decision:
         """The same on a GPU, without waiting for it."""
-        inputs = self.inputs(progress, ())
-        progress.tuner, scales = self.launch(progress.tuner, sums, inputs, inputs.lrs, max_grad_norm)
+        inputs = self.inputs(progress, ())._asdict()
+        progress.tuner, scales = gpu_tuner.launch(progress.tuner, sums, **inputs, max_grad_norm=max_grad_norm)
         return Decision.on_device(scales)
-
-    def launch(
-        self,
-        state: TunerState,
-        sums: Tensor,
-        inputs: Inputs,
-        lrs: Sequence[float | Tensor] | Tensor,
-        max_grad_norm: float | None,
-    ) -> tuple[TunerState, Tensor]:
-        """See `gpu_tuner.launch`."""
-        return gpu_tuner.launch(
-            state,
-            sums,
-            settings=inputs.settings,
-            constants=self._constants_on(sums.device, inputs.settings, max_grad_norm),
-            lrs=lrs,
-            hold=inputs.hold,
-            max_grad_norm=max_grad_norm,
-        )
-
-    def _constants_on(self, device: torch.device, settings: Settings, max_grad_norm: float | None) -> Tensor:
-        """Copied to the device once."""
-        key = gpu_tuner.constants_of(settings, max_grad_norm), device
-        if key not in self._constants:
-            self._constants[key] = torch.tensor(key[0], dtype=torch.float64, device=device)
-        return self._constants[key]
 
     def inputs(self, progress: Progress, rows: Sequence[Row]) -> Inputs:
         """Fixes the unit, if it is time for it, and looks at the learning rates."""
-        hold = (
-            not self.units.resolve(progress, rows) or progress.frozen or (self._heeds_zero and has_lr_zero(self.base))
-        )
+        has_unit = self.units.resolve(progress, rows)
+        hold = not has_unit or progress.frozen or (self._heeds_zero and has_lr_zero(self.base))
         return Inputs(self.units.constants(progress), self._lrs(progress), hold)
 
     def _lrs(self, progress: Progress) -> list[float | Tensor]:

@@ -21,7 +21,7 @@ from mechanic_plugins.passes.base_step import BaseStep, is_discarded, warn_of_ow
 from mechanic_plugins.passes.plan import Closure, Entry, Plan, exact
 from mechanic_plugins.passes.slots import Slots
 
-__all__ = ["AroundBase", "Released"]
+__all__ = ["AroundBase"]
 
 
 class Lent(NamedTuple):
@@ -42,27 +42,27 @@ class AroundBase(Plan):
         tuner_of: Sequence[int],
         slots: Slots,
         *,
+        keeps: bool = True,
         may_fuse: bool = False,
         by_kernels: bool = False,
         has_begun: bool = False,
     ) -> None:
         """`tuner_of` has an index for each param group.
 
-        `by_kernels`: Triton may take the sums. `has_begun`: a kernel may decide.
+        `keeps`: not after `freeze(release=True)`, when the sums are of the gradients alone. `by_kernels`: Triton may
+        take the sums. `has_begun`: a kernel may decide.
         """
         super().__init__(base, entries, REF)
-        self.slots, self._tuner_of = slots, tuner_of
-        self._step_base = BaseStep(
-            base, self.params, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches)
-        )
+        self.slots, self._tuner_of, self._keeps = slots, tuner_of, keeps
+        self._step_base = BaseStep(base, self.params, may_fuse=may_fuse)
         self._is_linear = known_bases.is_linear_in_lr(type(base))
-        coarse = [p for p in self.params if is_16_bit(p.dtype)]
-        self._uses_masters = bool(coarse) and masters.are_usable(base, coarse)
+        self._uses_masters = keeps and masters.are_usable(base, self.params)
         for batch in self.batches if self._uses_masters else ():
             if is_16_bit(batch.params[0].dtype):
                 wides = [base.state.get(p, {}).get(MASTER) for p in batch.params]
                 batch.wides = wides if all(wide is not None for wide in wides) else None
                 self.is_complete = self.is_complete and batch.wides is not None
+        self.is_complete = self.is_complete or not keeps
         for batch in self.batches if by_kernels else ():
             batch.use_kernels()
         self._has_begun = has_begun and by_kernels and self.is_complete and self._is_linear
@@ -154,7 +154,7 @@ class AroundBase(Plan):
 
         At a tuner's first move these are all of its parameters: what had waited is dropped.
         """
-        if self.is_complete and all(decision.befores):
+        if not self._keeps or (self.is_complete and all(decision.befores)):
             return {}
         first = [was == 0 < now for was, now in zip(decision.befores, decision.afters, strict=False)]
         starts: dict[Tensor, Tensor | None] = {}
@@ -188,14 +188,3 @@ class AroundBase(Plan):
                 local(master).copy_(exact(local(p), local(master)))
             lent.append(Lent(p, master, masters.stand_in(p, master)))
         return lent
-
-
-class Released(AroundBase):
-    """After `freeze(release=True)`: nothing is kept, and the sums are of the gradients alone."""
-
-    def __init__(self, base: Optimizer, entries: Sequence[Entry], tuner_of: Sequence[int], slots: Slots) -> None:
-        super().__init__(base, entries, tuner_of, slots)
-        self._uses_masters, self.is_complete = False, True
-
-    def _starts(self, decision: Decision) -> dict[Tensor, Tensor | None]:
-        return {}

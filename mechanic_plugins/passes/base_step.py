@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import PREFIX, is_16_bit
-from mechanic_plugins.distributed.sharding import local
+from mechanic_plugins.distributed.sharding import is_dtensor, local
 from mechanic_plugins.passes.plan import Closure
 
 __all__ = ["BaseStep", "is_discarded", "warn_of_own_iterates"]
@@ -23,7 +23,8 @@ class BaseStep:
 
     def __init__(self, base: Any, params: Sequence[Tensor], *, may_fuse: bool) -> None:
         self.base, self._params = base, params
-        self._may_fuse = may_fuse and known_bases.can_fuse_on_cpu(base)
+        is_sharded = any(map(is_dtensor, params))
+        self._may_fuse = may_fuse and not is_sharded and known_bases.can_fuse_on_cpu(base)
         self._is_in_float32 = all(p.dtype == torch.float32 for group in base.param_groups for p in group["params"])
 
     def __call__(

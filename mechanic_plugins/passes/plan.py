@@ -17,8 +17,7 @@ from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
 from mechanic_plugins.kernels import triton_support
 from mechanic_plugins.kernels.addresses import Kept
-from mechanic_plugins.kernels.dots import Dots, reals
-from mechanic_plugins.kernels.sizes import count_nonzero, sizes
+from mechanic_plugins.kernels.dots import Dots, count_nonzero, reals, sizes
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 
 __all__ = [
@@ -158,7 +157,7 @@ class Batch:
     def add_sizes(self, out: Sums, *, is_first: bool) -> None:
         """With a tuner's first gradient, three sums where its <x, x>, <d, x> and <d, p> would be, which are 0 then.
 
-        With later gradients the last of the three alone, where <x, x> would be: see `kernels.sizes`.
+        With later gradients the last of the three alone, where <x, x> would be: see `kernels.dots.sizes`.
         """
         xs = [local(p) for p in self.params]
         pairs = [(x, grad) for x, grad in zip(xs, self.grads(), strict=True) if grad is not None]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.kernels import triton_support
-from mechanic_plugins.passes.around import AroundBase, Released
+from mechanic_plugins.passes.around import AroundBase
 from mechanic_plugins.passes.fused import FusedPlan, can_fuse
 from mechanic_plugins.passes.plan import Entry, Plan
 from mechanic_plugins.passes.slots import Slots
@@ -72,27 +72,16 @@ class Planner:
         self._plans.clear()
 
     def _new(self, entries: Sequence[Entry], tuner_of: Sequence[int], is_released: bool, has_begun: bool) -> Plan:
-        may_fuse = self.backend == "auto"
+        base, slots = self.base, self.slots
         if is_released:
-            return Released(self.base, entries, tuner_of, self.slots)
+            return AroundBase(base, entries, tuner_of, slots, keeps=False)
+        may_fuse, by_kernels = self.backend == "auto", self.backend != "foreach"
         if self.settings.rule != "relative":
-            with_decay = bool(self.settings.s_decay)
-            return WithDelta(self.base, entries, self.slots, may_fuse=may_fuse, with_decay=with_decay)
-        if self._can_fuse(entries) and has_begun and self._has_slots(entries):
-            return FusedPlan(self.base, entries)
-        by_kernels = self.backend != "foreach"
-        return AroundBase(
-            self.base,
-            entries,
-            tuner_of,
-            self.slots,
-            may_fuse=may_fuse,
-            by_kernels=by_kernels,
-            has_begun=has_begun,
-        )
-
-    def _has_slots(self, entries: Sequence[Entry]) -> bool:
-        return self.slots.are_complete(self.base.state, [entry.param for entry in entries])
+            return WithDelta(base, entries, slots, may_fuse=may_fuse, with_decay=bool(self.settings.s_decay))
+        if self._can_fuse(entries) and has_begun and slots.are_complete(base.state, [e.param for e in entries]):
+            return FusedPlan(base, entries)
+        how = {"may_fuse": may_fuse, "by_kernels": by_kernels, "has_begun": has_begun}
+        return AroundBase(base, entries, tuner_of, slots, **how)
 
     def _can_fuse(self, entries: Sequence[Entry]) -> bool:
         """Whether this step can be made by the fused pass."""

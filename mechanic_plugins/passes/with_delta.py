@@ -34,11 +34,8 @@ class WithDelta(Plan):
         """`with_decay`: the rule asks for <d, x> and <x, x>."""
         super().__init__(base, entries, DELTA)
         self.slots, self._with_decay = slots, with_decay
-        self._step_base = BaseStep(
-            base, self.params, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches)
-        )
-        coarse = [p for p in self.params if is_16_bit(p.dtype)]
-        self._uses_twins = bool(coarse) and masters.are_usable(base, coarse)
+        self._step_base = BaseStep(base, self.params, may_fuse=may_fuse)
+        self._uses_twins = masters.are_usable(base, self.params)
 
     def sums(self, waiting: Sequence[bool]) -> list[float]:
         out = [0.0] * (len(SUMS) * len(waiting) + 1)
