@@ -29,7 +29,8 @@ def shares_of_replicas(params: Sequence[Tensor]) -> Shares:
     if not wrappers or any(map(_is_joining, wrappers)):
         return WHOLE
     group = _only_group(wrappers)
-    shared = {id(p) for wrapper in wrappers for p in _averaged(wrapper)}
+    averaged = (p for w in wrappers for p in (*w._module_parameters, *w._delay_all_reduce_params))
+    shared = set(map(id, averaged))
     own = [p for p in params if id(p) not in shared and p.requires_grad]
     rows = _gathered(own, group, params[0].device)
     if not any(count for count, *_ in rows):
@@ -53,16 +54,12 @@ def refuse_join(params: Sequence[Tensor]) -> None:
         )
 
 
-def _wrappers_of(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
+def _wrappers_of(params: Sequence[Tensor]) -> list[Any]:
     """Live DDP modules that hold any of the parameters. Parameters do not refer to them."""
     ours = set(map(id, params))
     live = live_objects(lambda kind: issubclass(kind, DistributedDataParallel))
     known = dist.distributed_c10d._world.pg_map  # skips modules whose group was destroyed
     return [w for w in live if w.process_group in known and not ours.isdisjoint(map(id, w.module.parameters()))]
-
-
-def _averaged(wrapper: Any) -> list[Tensor]:
-    return [*wrapper._module_parameters, *wrapper._delay_all_reduce_params]
 
 
 def _is_joining(wrapper: Any) -> bool:

@@ -35,6 +35,8 @@ def launch(
     `lrs` are the learning rates of the tuners, or all of them in float64 on the device. While a CUDA graph is captured,
     the state is written over: its replays read it there.
     """
+    from triton import next_power_of_2
+
     from mechanic_plugins.kernels.triton_tuner import tuner_kernel
 
     tuners = len(state)
@@ -59,7 +61,7 @@ def launch(
             DOUBT=relative.DOUBT,
             MEMORY=relative.MEMORY,
             OUTLIER=relative.OUTLIER,
-            NUMBERS=_power(tuners * len(SUMS) + 1),
+            NUMBERS=next_power_of_2(tuners * len(SUMS) + 1),
             num_warps=1,
         )
     if not is_capturing(sums.device):
@@ -85,8 +87,3 @@ def _column(numbers: Sequence[float | Tensor] | Tensor, device: torch.device) ->
         for number in numbers
     )
     return torch.stack(list(cells))
-
-
-def _power(number: int) -> int:
-    """The next power of two: what Triton can hold."""
-    return 1 << max(number - 1, 0).bit_length()

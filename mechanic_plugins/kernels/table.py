@@ -60,8 +60,9 @@ class Table:
 
     device: torch.device
     numels: tuple[int, ...]
-    pointers: Tensor | None = None
-    gradients: Tensor | None = None
+    pointers: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradients: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Empty before the first step."""
     tiles: dict[int, Tiles] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
     """Host memory that a captured graph will read again at each replay."""
@@ -95,7 +96,7 @@ class Table:
     def point_to(self, rows: Tensor, gradients: bytes, *, rows_are_new: bool) -> None:
         """Has `pointers` hold these rows and `gradients` these whole numbers. Called where one of the two is new."""
         is_captured = is_capturing(self.device)
-        if self.pointers is None or self.gradients is None or self.is_captured or is_captured:
+        if len(self.pointers) == 0 or self.is_captured or is_captured:
             self.pointers = self._on_device(rows)
             self.gradients = self._on_device(torch.frombuffer(bytearray(gradients), dtype=torch.int64))
             self.is_captured, self._mailbox = is_captured, None

@@ -40,16 +40,6 @@ class TritonBatch:
         """Reads the addresses of weights and gradients; False where one is not like it was."""
         return self.addresses.refresh(xs, grads)
 
-    @property
-    def pointers(self) -> Tensor:
-        assert self.table.pointers is not None
-        return self.table.pointers
-
-    @property
-    def gradient_pointers(self) -> Tensor:
-        assert self.table.gradients is not None
-        return self.table.gradients
-
     def add_sums(self, out: Tensor, *, tuner_index: int, weight: float, maximize: bool, penalty: float) -> None:
         """Adds this list's share to a tuner's sums, and its gradients to the count at the end."""
         here = out if out.device == self.device else torch.zeros_like(out, device=self.device)
@@ -76,8 +66,8 @@ class TritonBatch:
         if programs:
             with on(self.device):
                 _kernels().sums_kernel[(programs,)](
-                    self.pointers,
-                    self.gradient_pointers,
+                    self.table.pointers,
+                    self.table.gradients,
                     tiles.blocks,
                     tiles.firsts,
                     out,
@@ -93,7 +83,7 @@ class TritonBatch:
 
     def launch_key(self) -> tuple[Any, ...]:
         """What launches depend on and may differ from step to step."""
-        where = self.pointers.data_ptr(), self.gradient_pointers.data_ptr()
+        where = self.table.pointers.data_ptr(), self.table.gradients.data_ptr()
         return *where, self.addresses.are_aligned, self.addresses.gradients
 
     def types(self, *names: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -52,12 +53,12 @@ class AroundBase(Plan):
         `keeps`: not after `freeze(release=True)`, when the sums are of the gradients alone. `by_kernels`: Triton may
         take the sums. `has_begun`: a kernel may decide.
         """
-        super().__init__(base, entries, REF)
+        super().__init__(base, entries, slots.main)
         self.slots, self._tuner_of, self._keeps = slots, tuner_of, keeps
         self._step_base = BaseStep(base, self.params, may_fuse=may_fuse)
         self._is_linear = known_bases.is_linear_in_lr(type(base))
         self._uses_masters = keeps and masters.are_usable(base, self.params)
-        for batch in self.batches if self._uses_masters else ():
+        for batch in self.batches if self._uses_masters and slots.is_default else ():
             if is_16_bit(batch.params[0].dtype):
                 wides = [base.state.get(p, {}).get(MASTER) for p in batch.params]
                 batch.wides = wides if all(wide is not None for wide in wides) else None
@@ -101,9 +102,9 @@ class AroundBase(Plan):
         return result
 
     def _step_apart(self, decision: Decision, unit: float, closure: Closure | None) -> Any:
-        """Reads the update off the weights. An error leaves them as they were."""
+        """Reads the updates off the weights. An error leaves them as they were."""
         starts, lent = self._starts(decision), self._lent() if self._uses_masters else []
-        moved = [entry for entry in self.entries if entry.param.grad is not None]
+        moved = [entry for entry in self.entries if entry.param.grad is not None or not self.slots.is_default]
         lost = [self._uses_masters and is_discarded(self.base, entry.param) for entry in moved]
         masters_of = {id(each.param): each.master for each in lent}
         stepped = [masters_of.get(id(entry.param), entry.param) for entry in moved]
@@ -118,8 +119,7 @@ class AroundBase(Plan):
                 local(x).copy_(old)
             self._keep(starts, lent)
             for entry, x, update, is_lost in zip(moved, stepped, updates, lost, strict=True):
-                if not is_lost:
-                    self._add(entry.param, x, update, float(decision.afters[entry.tuner_index]))
+                self._add(entry, x, update.zero_() if is_lost else update, decision)
         except BaseException:
             for x, old in zip(stepped, olds, strict=True):
                 local(x).copy_(old)
@@ -138,8 +138,9 @@ class AroundBase(Plan):
                 local(each.master).copy_(local(each.stand_in))
         return result
 
-    def _add(self, p: Tensor, x: Tensor, update: Tensor, after: float) -> None:
-        """`after` times the base's update; at 0 it waits. `x` is the parameter, or its master."""
+    def _add(self, entry: Entry, x: Tensor, update: Tensor, decision: Decision) -> None:
+        """The scale times the base's update; at 0 it waits. `x` is the parameter, or its master."""
+        p, after = entry.param, float(decision.afters[entry.tuner_index])
         if after == 0:
             local(self.base.state[p][REF]).add_(update)
             return
@@ -182,7 +183,7 @@ class AroundBase(Plan):
                 continue
             master = self.base.state.get(p, {}).get(MASTER)
             if master is None:
-                master = self.slots.empty(p, MASTER)
+                master = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
                 local(master).copy_(local(p))
             else:
                 local(master).copy_(exact(local(p), local(master)))

@@ -136,8 +136,8 @@ class FusedBatch(Batch):
             return
         with on(self.device):
             kernels.fused_kernel[(min(tiles.count, _PROGRAMS * processors(self.device)),)](
-                batch.pointers,
-                batch.gradient_pointers,
+                batch.table.pointers,
+                batch.table.gradients,
                 tiles.blocks,
                 tiles.firsts,
                 tiles.count,
@@ -169,7 +169,7 @@ class FusedBatch(Batch):
         batch, constants = self.tensors, self.tensors.table.constant(logs)
         with on(self.device):
             kernels.adam_steps_kernel[(-(-count // _STEPS_BLOCK),)](
-                batch.pointers, batch.gradient_pointers, count, scales, constants, corrections,
+                batch.table.pointers, batch.table.gradients, count, scales, constants, corrections,
                 SIZE=_STEPS_BLOCK, num_warps=4,
             )  # fmt: skip
         return corrections

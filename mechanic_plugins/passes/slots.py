@@ -30,10 +30,6 @@ class Slots:
         narrows = self._wanted == torch.bfloat16 and p.dtype in (torch.float32, torch.float64)
         return {self.main: torch.bfloat16 if narrows else p.dtype}
 
-    def empty(self, p: Tensor, name: str) -> Tensor:
-        """One of the parameter's own tensor type."""
-        return torch.empty_like(p, dtype=self.dtypes(p)[name], requires_grad=False)
-
     def begin(self, p: Tensor, state: State, *, has_master: bool) -> None:
         """Zeros: no update was made yet. With a published rule, 16-bit weights have a reference."""
         if self.main not in state:
@@ -50,7 +46,7 @@ class Slots:
     def put(self, p: Tensor, state: State, name: str, value: Tensor) -> None:
         """A copy of `value`, which is local. Engines have views of what is there: it is never replaced."""
         if name not in state:
-            state[name] = self.empty(p, name)
+            state[name] = torch.empty_like(p, dtype=self.dtypes(p)[name], requires_grad=False)
         local(state[name]).copy_(value.detach())
 
     def adopt(self, p: Tensor, state: State, played: float) -> None:
