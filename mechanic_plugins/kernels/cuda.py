@@ -29,13 +29,13 @@ class Habit:
 
     def __init__(self) -> None:
         self._last: Any = None
-        self._count = 0
+        self._times = 0
 
     def has(self, key: Any) -> bool:
         """Notes the key of a step; True once it was the same for some steps before."""
-        self._count = self._count + 1 if key == self._last else 1
+        self._times = self._times + 1 if key == self._last else 1
         self._last = key
-        return self._count > _ALIKE
+        return self._times > _ALIKE
 
 
 def captured(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:

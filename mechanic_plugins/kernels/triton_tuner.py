@@ -38,7 +38,7 @@ def tuner_kernel(
     is_outlier = has_gradients & _has_outlier(squares, old, clip, tuners, OUTLIER, NUMBERS)
     made = has_gradients & (is_outlier == 0)
     if program == 0:
-        _count(old + tuners * _WIDTH, new + tuners * _WIDTH, made, is_finite & (is_outlier == 0))
+        _note_steps(old + tuners * _WIDTH, new + tuners * _WIDTH, made, is_finite & (is_outlier == 0))
     sums += program * 6
     old += program * _WIDTH
     new += program * _WIDTH
@@ -85,7 +85,7 @@ def _has_outlier(squares, old, clip, tuners, OUTLIER: tl.constexpr, NUMBERS: tl.
 
 
 @triton.jit
-def _count(old, new, made, is_sound):
+def _note_steps(old, new, made, is_sound):
     """The steps that were made, and those that were skipped for their gradients."""
     tl.store(new, tl.load(old) + tl.where(made, 1.0, 0.0))
     tl.store(new + 1, tl.load(old + 1) + tl.where(is_sound, 0.0, 1.0))
