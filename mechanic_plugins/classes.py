@@ -60,8 +60,9 @@ class Mechanized(MechanicOptimizer):
     def __init__(self, params: ParamsT, *args: Any, **kwargs: Any) -> None:
         name, signature = type(self).__name__, self.signature
         _check_params(name, params)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         for key in kwargs:
-            if key not in signature.parameters and not _takes_any(signature):
+            if key not in signature.parameters and not takes_any:
                 raise TypeError(f"{name}() has no argument {key!r}{hint(key, signature.parameters)}")
         if "lr" in signature.parameters and "lr" not in signature.bind(params, *args, **kwargs).arguments:
             kwargs["lr"] = signature.parameters["lr"].default
@@ -119,10 +120,6 @@ def _constructor(signature: inspect.Signature) -> Any:
     hints = {p.name: p.annotation for p in signature.parameters.values() if p.annotation is not p.empty}
     own.__annotations__ = {**hints, "return": None}
     return own
-
-
-def _takes_any(signature: inspect.Signature) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
 
 def _shown(option: str, base: type[Optimizer]) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib.abc
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 __all__ = ["after_import", "install"]
 
-Action = Callable[[ModuleType], None]
+Action = Callable[[ModuleType], object]
 
 
 def install() -> None:
@@ -40,18 +41,10 @@ def _add_names(module: ModuleType) -> None:
     add_names(module.OptimizerNames)
 
 
-def _register(module: ModuleType) -> None:
-    import mechanic_plugins.transformers  # noqa: F401  registers itself
-
-
-def _register_with_deepspeed(module: ModuleType) -> None:
-    import mechanic_plugins.deepspeed  # noqa: F401  registers itself
-
-
 _REGISTRATIONS: dict[str, Action] = {
     "transformers.training_args": _add_names,
-    "transformers.trainer": _register,
-    "deepspeed": _register_with_deepspeed,
+    "transformers.trainer": lambda module: import_module("mechanic_plugins.transformers"),  # registers itself
+    "deepspeed": lambda module: import_module("mechanic_plugins.deepspeed"),
 }
 _actions: dict[str, list[Action]] = {}
 

@@ -128,11 +128,8 @@ def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
     entries: list[Any] = list(params)
     if entries and not isinstance(entries[0], dict):
         entries = [{"params": entries}]
-    return [{**entry, "params": _as_list(entry["params"])} for entry in entries]
-
-
-def _as_list(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
+    lists = [[e["params"]] if isinstance(e["params"], Tensor) else list(e["params"]) for e in entries]
+    return [{**entry, "params": each} for entry, each in zip(entries, lists, strict=True)]
 
 
 def _split(group: dict[str, Any], others: set[int], settings: dict[bool, dict[str, Any]]) -> Iterable[dict[str, Any]]:

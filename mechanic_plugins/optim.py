@@ -51,7 +51,7 @@ def wrap(optimizer_class: type[Optimizer], **options: Unpack[Options]) -> type[M
 
 def _lr(base: type[Optimizer]) -> float | None:
     """1, unless lr is more than a factor: Adafactor's also bounds its steps."""
-    return 1.0 if known_bases.is_kind_linear_in_lr(base) else None
+    return 1.0 if known_bases.is_linear_in_lr(base) else None
 
 
 def _named(name: str, base: type[Optimizer]) -> type[Mechanized]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from mechanic_plugins.core.settings import Rule, Scope, Settings, check_max_grad_norm, checked_delta_dtype
 from mechanic_plugins.passes.planner import Backend, check_backend
 
-__all__ = ["DEFAULTS", "Options", "configured", "hint", "parameters"]
+__all__ = ["DEFAULTS", "Options", "configured", "hint", "literal", "parameters", "parsed"]
 
 
 class Options(TypedDict, total=False):
@@ -66,7 +67,7 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {**DEFAULTS, **options}
     settings, tuning = values.pop("settings"), {name: values.pop(name) for name in _TUNING}
     check_max_grad_norm(values["max_grad_norm"])
-    checked_delta_dtype(values["delta_dtype"])
+    values["delta_dtype"] = checked_delta_dtype(values["delta_dtype"])
     check_backend(values["backend"])
     if not isinstance(values["sync_replicas"], bool):
         raise TypeError(f"sync_replicas must be True or False, got {values['sync_replicas']!r}.")
@@ -75,7 +76,13 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
             f"group must be a torch.distributed ProcessGroup or None, got {values['group']!r}: create one with "
             "torch.distributed.new_group(ranks)."
         )
-    return {"settings": _settings(settings, tuning), **values}
+    settings = _settings(settings, tuning)
+    if settings.rule != "relative" and values["delta_dtype"] == torch.bfloat16:
+        raise ValueError(
+            f"delta_dtype=torch.bfloat16 is for the default rule, got rule={settings.rule!r}: a published rule sums "
+            "all updates up, and bfloat16 would lose the small ones. Leave delta_dtype out."
+        )
+    return {"settings": settings, **values}
 
 
 def _settings(settings: Any, tuning: dict[str, Any]) -> Settings:
@@ -96,3 +103,31 @@ def hint(name: str, known: Iterable[str]) -> str:
     plain = name.lower().removeprefix("mechanic_")  # the prefix is for names that the base has too
     similar = difflib.get_close_matches(plain, by_lower, n=1, cutoff=0.7)
     return f": did you mean {by_lower[similar[0]]!r}?" if similar else "."
+
+
+def parsed(text: str | None) -> dict[str, Any]:
+    """The keywords in "key=value,key=value", as of `--optim_args` and the runner's `--options`.
+
+    Raises:
+        ValueError: Malformed text.
+    """
+    found = {}
+    for pair in filter(None, (text or "").replace(" ", "").split(",")):
+        key, _, value = pair.partition("=")
+        if not (key and value):
+            raise ValueError(f"optim_args must look like 'key=value,key=value', got {pair!r} in {text!r}.")
+        found[key] = literal(value)
+    return found
+
+
+def literal(text: str) -> Any:
+    """A number, true, false, none or a string; colons separate the items of a tuple."""
+    if ":" in text:
+        return tuple(map(literal, text.split(":")))
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -33,7 +33,7 @@ if importlib.util.find_spec("accelerate") is None:
 
 import mechanic_plugins.accelerate as accelerate_plugin
 from mechanic_plugins.api import chain, find, peak_lr
-from mechanic_plugins.hf.bases import Found, class_and_kwargs, is_mechanic, name_of
+from mechanic_plugins.hf.bases import class_and_kwargs, is_mechanic, name_of
 from mechanic_plugins.hf.checkpoint import demechanize_checkpoint, refuse_unscaled_resume
 from mechanic_plugins.hf.optim_names import BASES, PREFIX, add_name, add_names
 from mechanic_plugins.hf.schedules import objection
@@ -62,16 +62,12 @@ def register(name: str, base: str | type[Optimizer]) -> None:
         raise ValueError(f"{name!r} is already registered for {BASES[name]!r}, got {base!r}: choose another name.")
     if isinstance(base, str):
         _refuse_unsuitable(OptimizerNames(base).value)
-    elif not _is_optimizer_class(base):
+    elif Optimizer not in getattr(base, "__mro__", ()):
         raise TypeError(
             f"{name} needs a subclass of torch.optim.Optimizer, or transformers' name of one, got {base!r}."
         )
     BASES[name] = base
     add_name(OptimizerNames, name)
-
-
-def _is_optimizer_class(given: Any) -> bool:
-    return isinstance(given, type) and issubclass(given, Optimizer)
 
 
 def _refuse_unsuitable(name: str) -> None:
@@ -168,11 +164,6 @@ def _worth_logging(mechanic: MechanicOptimizer) -> dict[str, float]:
 # -------------------------------------------------------------------------------- registration
 
 
-def _class_and_kwargs(original: Any, args: TrainingArguments, model: Any = None) -> Found:
-    """What Trainer builds its optimizer from: the static method that every version uses."""
-    return class_and_kwargs(original, args, model) if is_mechanic(args) else original(args, model)
-
-
 def _add_callback(original: Any, handler: CallbackHandler, callbacks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
     """Where callbacks are called: programs such as ms-swift replace Trainer's DEFAULT_CALLBACKS."""
     callbacks = list(callbacks)
@@ -186,7 +177,7 @@ def install() -> None:
     """Adds Mechanic to transformers. Done by the import; idempotent."""
     add_names(OptimizerNames)
     accelerate_plugin.install()
-    patch(importlib.import_module("transformers.trainer").Trainer, "get_optimizer_cls_and_kwargs", _class_and_kwargs)
+    patch(importlib.import_module("transformers.trainer").Trainer, "get_optimizer_cls_and_kwargs", class_and_kwargs)
     patch(CallbackHandler, "__init__", _add_callback)
 
 

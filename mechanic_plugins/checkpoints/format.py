@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -24,19 +25,20 @@ from mechanic_plugins.core.settings import Settings
 __all__ = [
     "FORMAT",
     "HEADER",
-    "LR",
     "RELEASED",
-    "STEPS",
     "Header",
     "Record",
     "fields",
+    "has_own_key",
     "holds_tuner",
+    "notice",
     "parse",
     "parse_header",
+    "portable",
 ]
 
 FORMAT = 4
-HEADER, STEPS, LR = PREFIX + "tuners", PREFIX + "steps", PREFIX + "lr"
+HEADER = PREFIX + "tuners"
 RELEASED = "released"
 """What `mechanic_frozen` says where no reference is kept any more."""
 
@@ -98,8 +100,7 @@ def parse(groups: Sequence[Mapping[str, Any]], settings: Settings) -> list[Recor
     for index, group in enumerate(groups):
         if not holds_tuner([group]):
             raise ValueError(
-                f"only some of the checkpoint's param groups hold Mechanic's tuner, group {index} does not: it is "
-                f"damaged. {_REMEDY}"
+                f"only some of the checkpoint's param groups hold Mechanic's tuner, group {index} does not: {_DAMAGED}"
             )
     records = [_Reader(index, group, settings).record() for index, group in enumerate(groups)]
     if len({(record.header.format, *record.numbers) for record in records}) > 1:
@@ -161,26 +162,25 @@ class _Reader:
     """Reads one param group; every error names the group and the key."""
 
     def __init__(self, index: int, group: Mapping[str, Any], settings: Settings) -> None:
-        self.index = index
-        self.group = group
-        self.settings = settings
-        self.header = parse_header(self._value("tuners", group))
+        self.index, self.settings = index, settings
+        self.values = dict(group)
+        self.header = parse_header(self._value("tuners"))
+        self.values |= self.header.later
 
     def record(self) -> Record:
         self._check_kind()
         if self._was_rule() == self.settings.rule:
-            read = {name: self._field(name) for name in fields(self.settings)}
-            numbers = {name: values for name, values in read.items() if values is not None}
+            since = {name: SINCE.get(name, _NOT_LISTED) for name in fields(self.settings)}
+            numbers = {name: self._field(name) for name in since if since[name] <= self.header.format}
             if self.header.format < FORMAT:
                 numbers |= _path_of_squares(numbers)
         else:
             numbers = self._adopted()
-        steps, skipped = self._count("steps", self.group), self._count("skipped", self.group)
-        unit = self._finite("unit", self._value("unit", self.group), at_least=0.0)
-        frozen = self._value("frozen", self.group)
+        frozen = self._value("frozen")
         if not isinstance(frozen, bool) and frozen != RELEASED:
             raise self._damaged("frozen", frozen, f"True, False or {RELEASED!r}")
-        return Record(self.header, numbers, steps, skipped, unit, frozen)
+        steps, skipped = self._whole_number("steps"), self._whole_number("skipped")
+        return Record(self.header, numbers, steps, skipped, self._finite("unit", self._value("unit")), frozen)
 
     def _was_rule(self) -> str:
         return str((self.header.settings or {}).get("rule"))
@@ -188,7 +188,7 @@ class _Reader:
     def _check_kind(self) -> None:
         """Another number of betas or another rule is not damage, but a published rule cannot go on from it."""
         rule, was = self.settings.rule, self._was_rule()
-        if rule == was and len(found := self._list("s", self._value("s", self.group))) != self.settings.n:
+        if rule == was and len(found := self._list("s")) != self.settings.n:
             raise ValueError(
                 f"the checkpoint was saved with {len(found)} betas, this optimizer has {self.settings.n}: "
                 "pass the same betas in settings=Settings(...)."
@@ -201,45 +201,40 @@ class _Reader:
 
     def _adopted(self) -> dict[str, list[float]]:
         """Takes over the scale that another rule learned. The default rule then starts without evidence."""
-        at = {name: self._finite(name, self._value(name, self.group), at_least=0.0) for name in ("played", "lr")}
-        if not at["played"] or not at["lr"]:
+        played, lr = (self._finite(name, self._value(name)) for name in ("played", "lr"))
+        if not played or not lr:
             return {}
-        size = at["played"] * at["lr"] / PRIOR
-        numbers = {"s": at["played"], **at, "gradients": float(BEGINNING), "size": size}
-        numbers |= {"length": 1.0, "path": -1.0, "touched": 1.0}
-        numbers |= {"travelled": at["played"] * at["lr"], "elapsed": at["lr"]}
+        numbers = {"s": played, "played": played, "lr": lr, "gradients": float(BEGINNING), "size": played * lr / PRIOR}
+        numbers |= {"length": 1.0, "path": -1.0, "touched": 1.0, "travelled": played * lr, "elapsed": lr}
         return {name: [number] for name, number in numbers.items()}
 
-    def _field(self, name: str) -> list[float] | None:
-        source = self.group if has_own_key(name) else self.header.later
-        if SINCE.get(name, _NOT_LISTED) > self.header.format:
-            return None
-        value = self._value(name, source)
-        values = [value] if name in SCALARS else self._list(name, value)
+    def _field(self, name: str) -> list[float]:
+        values = [self._value(name)] if name in SCALARS else self._list(name)
         wanted = 1 if name in SCALARS else self.settings.n
         if len(values) != wanted:
-            raise self._damaged(name, value, f"a list of {wanted} numbers")
-        return [self._finite(name, v, at_least=-math.inf if name in _MAY_BE_NEGATIVE else 0.0) for v in values]
+            raise self._damaged(name, values, f"a list of {wanted} numbers")
+        return [self._finite(name, value) for value in values]
 
-    def _value(self, name: str, source: Mapping[str, Any]) -> Any:
-        if PREFIX + name not in source:
+    def _value(self, name: str) -> Any:
+        if PREFIX + name not in self.values:
             raise ValueError(f"the checkpoint's param group {self.index} lacks {PREFIX}{name}: {_DAMAGED}")
-        return source[PREFIX + name]
+        return self.values[PREFIX + name]
 
-    def _list(self, name: str, value: object) -> Sequence[Any]:
+    def _list(self, name: str) -> Sequence[Any]:
+        value = self._value(name)
         if not isinstance(value, (list, tuple)):
             raise self._damaged(name, value, "a list of numbers")
         return value
 
-    def _finite(self, name: str, value: object, *, at_least: float) -> float:
+    def _finite(self, name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise self._damaged(name, value, "a finite number")
-        if value < at_least:
-            raise self._damaged(name, value, f"a number >= {at_least:g}")
+        if value < 0 and name not in _MAY_BE_NEGATIVE:
+            raise self._damaged(name, value, "a number >= 0")
         return float(value)
 
-    def _count(self, name: str, source: Mapping[str, Any]) -> int:
-        value = self._value(name, source)
+    def _whole_number(self, name: str) -> int:
+        value = self._value(name)
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise self._damaged(name, value, "a whole number >= 0")
         return int(value)
@@ -247,3 +242,30 @@ class _Reader:
     def _damaged(self, name: str, value: object, wanted: str) -> ValueError:
         found = f"the checkpoint's {PREFIX}{name} has {value!r} in param group {self.index}"
         return ValueError(f"{found}, expected {wanted}: {_DAMAGED}")
+
+
+# -------------------------------------------------------------------- settings that differ
+
+
+def portable(settings: Settings) -> dict[str, Any]:
+    """The settings as they are after a round trip through JSON."""
+    return {**asdict(settings), "betas": settings.betas and list(settings.betas)}
+
+
+def notice(header: Header, settings: Settings) -> str | None:
+    """A message for the user if the checkpoint's settings differ, else None."""
+    ours, theirs = portable(settings), header.settings or {}
+    if theirs.get("rule") != settings.rule:
+        return (
+            f"the checkpoint was saved with rule={theirs.get('rule')!r}. Its learned scale is kept, and the default "
+            "rule goes on from there."
+        )
+    changed = {name: old for name, old in theirs.items() if name in ours and ours[name] != old}
+    if not changed:
+        return None
+    listed = ", ".join(f"{name} was {value!r} and is {ours[name]!r}" for name, value in changed.items())
+    as_call = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    return (
+        f"the checkpoint was saved with different settings: {listed}. This optimizer's settings apply from now on. To "
+        f"continue as before, pass settings=Settings({as_call})."
+    )

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 
 from mechanic_plugins.checkpoints.format import HEADER, parse_header
-from mechanic_plugins.checkpoints.state import strip
 from mechanic_plugins.core.param_state import PREFIX
 
-__all__ = ["demechanize_state", "filled", "rescale", "save_whole", "scales_in"]
-
-StateDict = dict[str, Any]
+__all__ = ["filled", "rescale", "save_whole", "scales_in"]
 
 
 def filled(scales: Sequence[float]) -> list[float]:
@@ -48,13 +45,7 @@ def scales_in(groups: Sequence[Mapping[str, Any]]) -> list[float]:
         raise ValueError(f"a param group's scale cannot be read ({error!r}): the checkpoint is damaged") from error
 
 
-def demechanize_state(state: StateDict, scales: Sequence[float]) -> None:
-    """Turns a mechanized optimizer's state dict into its base's, in place."""
-    strip(state["param_groups"], state["state"])
-    rescale(state, scales)
-
-
-def rescale(state: StateDict, scales: Sequence[float]) -> None:
+def rescale(state: dict[str, Any], scales: Sequence[float]) -> None:
     """Multiplies the learning rates in the state dict of an optimizer or a torch scheduler by the scales, in place."""
     for group, scale in zip(state.get("param_groups", ()), scales, strict=False):
         group.update({key: group[key] * scale for key in ("lr", "initial_lr", "max_lr", "min_lr") if group.get(key)})

@@ -19,19 +19,19 @@ from mechanic_plugins.checkpoints.format import (
     FORMAT,
     HEADER,
     RELEASED,
-    STEPS,
     Header,
     Record,
     fields,
     has_own_key,
     holds_tuner,
+    notice,
     parse,
+    portable,
 )
-from mechanic_plugins.checkpoints.settings import notice, portable
 from mechanic_plugins.core.param_state import DELTA, PREFIX, REF
-from mechanic_plugins.core.row import Row
+from mechanic_plugins.core.row import SCALARS, Row
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner_state import SCALARS, TunerState, initial_state
+from mechanic_plugins.core.tuner_state import TunerState, initial_state
 from mechanic_plugins.distributed.sharding import local
 
 __all__ = ["Progress", "check", "check_tuner", "is_released", "merge", "read", "split", "strip", "write"]
@@ -90,11 +90,11 @@ def write(groups: Sequence[dict[str, Any]], progress: Progress, settings: Settin
             value = getattr(row, name)
             home = group if has_own_key(name) else later
             home[PREFIX + name] = value if name in SCALARS else list(value)
-        group[STEPS], group[PREFIX + "skipped"] = int(steps), int(skipped)
+        group[PREFIX + "steps"], group[PREFIX + "skipped"] = int(steps), int(skipped)
         group[PREFIX + "unit"] = progress.unit
         group[PREFIX + "frozen"] = RELEASED if progress.released else progress.frozen
         group[HEADER] = about._replace(later=later, lr_ref=progress.lr_refs.get(index)).dump()
-    progress.seen = tuple(group[PREFIX + "s"] for group in groups)
+    progress.seen = tuple(group[_S] for group in groups)
 
 
 def read(
@@ -110,7 +110,7 @@ def read(
     progress.tuner = progress.tuner.with_rows(rows, (float(first.steps), float(first.skipped)))
     progress.unit, progress.frozen, progress.released = first.unit, bool(first.frozen), first.frozen == RELEASED
     progress.lr_refs = {index: ref for index, record in enumerate(records) if (ref := record.header.lr_ref)}
-    progress.seen = tuple(group[PREFIX + "s"] for group in groups)
+    progress.seen = tuple(group[_S] for group in groups)
     return progress, notice(first.header, settings)
 
 

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
-
-__all__ = ["LiveGroup", "Owner", "average", "names_of", "release", "show_scales"]
+__all__ = ["average", "names_of", "release", "show_scales"]
 
 Group = dict[str, Any]
 
 
-class Scaled(Protocol):
-    """An optimizer with a learned factor for each of its groups."""
-
-    @property
-    def param_groups(self) -> list[Group]: ...
-    @property
-    def scales(self) -> Tensor: ...
-
-
-Owner = Callable[[], Scaled | None]
-"""A weak reference: models are freed without a collection."""
+Owner = Callable[[], Any]
+"""A weak reference to the optimizer, or None: models are freed without a collection."""
 
 
 class LiveGroup(Group):

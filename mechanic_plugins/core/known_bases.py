@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 __all__ = [
     "can_fuse_on_cpu",
     "check_supported",
-    "has_step_hooks",
     "ignores_a_schedule",
-    "is_exact_in_16_bits",
-    "is_kind_linear_in_lr",
     "is_linear_in_lr",
     "is_torchs_own",
     "l2_penalty",
@@ -48,13 +44,8 @@ _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
 
 
-def is_linear_in_lr(base: Optimizer) -> bool:
-    """Whether the base's update is proportional to lr: it may be stepped at lr / c and its update multiplied by c."""
-    return is_kind_linear_in_lr(type(base))
-
-
-def is_kind_linear_in_lr(kind: type[Optimizer]) -> bool:
-    """The same, asked of the class."""
+def is_linear_in_lr(kind: type[Optimizer]) -> bool:
+    """Whether a base's update is proportional to lr: it may be stepped at lr / c and its update multiplied by c."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     declared = bool(getattr(kind, "linear_in_lr", False))
     return declared or _is_torchs(kind, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR
@@ -80,15 +71,6 @@ def l2_penalty(base: Optimizer, group: dict[str, Any]) -> float:
 def is_torchs_own(base: Optimizer) -> bool:
     """Whether the base is one of torch's, which step each parameter independently and may be stepped in parts."""
     return _is_torchs(type(base), (*_LINEAR_IN_LR, "Rprop", "Adafactor", "ASGD"))
-
-
-def is_exact_in_16_bits(base: Optimizer) -> bool:
-    """Whether the base's update may be computed from the change of 16-bit weights.
-
-    It is of order 1 at lr=1 for third-party bases that are linear in lr. torch's own step float32 copies of a few
-    parameters at a time instead.
-    """
-    return is_linear_in_lr(base) and not is_torchs_own(base)
 
 
 def can_fuse_on_cpu(base: Optimizer) -> bool:
@@ -178,12 +160,6 @@ def _refuse_own_iterates(kind: type[Optimizer]) -> None:
                 "assumes that a step adds an update to the weights. Mechanize the plain optimizer that it is built on, "
                 "such as AdamW or SGD, or use it alone."
             )
-
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks run before or after its steps."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> str | None:

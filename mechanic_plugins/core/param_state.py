@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["DELTA", "MASTER", "PREFIX", "REF", "delta_dtype", "is_16_bit", "main_slot", "ref_dtype"]
+__all__ = ["DELTA", "MASTER", "PREFIX", "REF", "is_16_bit", "main_slot"]
 
 PREFIX = "mechanic_"
 """All that Mechanic keeps in param groups and state dicts has keys that start so."""
@@ -17,21 +17,11 @@ DELTA = PREFIX + "delta"
 """The sum of the base's updates: with a published rule, whose scale multiplies the past."""
 
 
-def main_slot(*, is_default: bool) -> str:
+def main_slot(rule: str) -> str:
     """What every parameter has that was stepped, with the default rule or with a published one."""
-    return REF if is_default else DELTA
+    return REF if rule == "relative" else DELTA
 
 
 def is_16_bit(dtype: torch.dtype) -> bool:
     """Whether an update may be smaller than the rounding of weights of this dtype."""
     return dtype in (torch.bfloat16, torch.float16)
-
-
-def ref_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torch.dtype:
-    """The reference's for weights of this dtype: their own, unless bfloat16 is wanted."""
-    return torch.bfloat16 if wanted == torch.bfloat16 and dtype in (torch.float32, torch.float64) else dtype
-
-
-def delta_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Delta's for weights of this dtype: float32 or wider."""
-    return torch.float32 if is_16_bit(dtype) else dtype

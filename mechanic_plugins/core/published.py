@@ -29,7 +29,7 @@ def advance(row: Row, sums: Products, settings: Settings) -> None:
         h = h + settings.s_decay * row.played * math.sqrt(sums.gg) * direction
     row.h, row.s_init = h, settings.s_init
     row.gradients += sums.gg > 0
-    move = {"paper": _paper, "experiments": _experiments, "optax": _optax, "theory": _theory}[settings.rule]
+    move = {"paper": _paper, "experiments": _unclamped, "optax": _unclamped, "theory": _theory}[settings.rule]
     for i, beta in enumerate(settings.betas):
         move(row, i, beta, h, settings)
 
@@ -44,23 +44,18 @@ def _paper(row: Row, i: int, beta: float, h: float, settings: Settings) -> None:
     row.m[i], row.v[i], row.r[i] = m, v, r
 
 
-def _unclamped(row: Row, i: int, beta: float, h: float, seen: float, settings: Settings) -> None:
+def _unclamped(row: Row, i: int, beta: float, h: float, settings: Settings) -> None:
+    """The code of the paper's experiments: s starts at s_init, r may fall below 0 and is clamped in the wealth.
+
+    In optax.contrib, the h that is rewarded is also clipped to the largest one seen before.
+    """
+    seen = min(max(h, -row.m[i]), row.m[i]) if settings.rule == "optax" else h
     n, eps = len(row.s), settings.eps
     m = max(beta * row.m[i], abs(h) + eps)
     v = beta * beta * row.v[i] + h * h
     r = beta * row.r[i] - row.s[i] * seen
     row.s[i] = (row.s_init * m / n + max(0.0, r)) / (math.sqrt(v) + eps)
     row.m[i], row.v[i], row.r[i] = m, v, r
-
-
-def _experiments(row: Row, i: int, beta: float, h: float, settings: Settings) -> None:
-    """The code of the paper's experiments: s starts at s_init, r may fall below 0 and is clamped in the wealth."""
-    _unclamped(row, i, beta, h, h, settings)
-
-
-def _optax(row: Row, i: int, beta: float, h: float, settings: Settings) -> None:
-    """optax.contrib: as `_experiments`, and the h that is rewarded is clipped to the largest one seen before."""
-    _unclamped(row, i, beta, h, min(max(h, -row.m[i]), row.m[i]), settings)
 
 
 def _theory(row: Row, i: int, beta: float, h: float, settings: Settings) -> None:

@@ -2,52 +2,46 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Schedule"]
+__all__ = ["scheduled_lr"]
 
 
-class Schedule:
-    """The groups' learning rates, each beside the first one it had.
+def scheduled_lr(
+    groups: Iterable[tuple[int, dict[str, Any]]], refs: MutableMapping[int, float], ceiling: float
+) -> float | Tensor:
+    """The highest learning rate, or what it would be if all groups had followed the schedule.
 
     A schedule multiplies all of them alike, so the highest stands for all. Where one group alone was raised, by hand
     or because it was added late, the others tell where the schedule is: their scale must not fall for it.
+
+    Args:
+        groups: Those of one tuner, each with its index.
+        refs: Keeps each group's first learning rate above 0 under its index.
+        ceiling: The highest of them in earlier steps. None counts for more later.
     """
-
-    def __init__(self, known: Mapping[int, float]) -> None:
-        """`known` has the first learning rates of the groups that were there before: none counts for more later."""
-        self._ceiling = max(known.values(), default=math.inf)
-        self._highest: float | Tensor = 0.0
-        self._highest_ref = 0.0
-        self._ratios: list[float] = []
-
-    def add(self, group: dict[str, Any], refs: MutableMapping[int, float], index: int) -> None:
-        """Counts a group in; `refs` keeps its first learning rate above 0 under its index."""
+    highest: float | Tensor = 0.0
+    ratios: dict[int, float] = {}
+    for index, group in groups:
         lr = group.get("lr")
         if lr is None:
-            return
+            continue
         if isinstance(lr, Tensor) and lr.device.type != "cpu":  # not looked at: that would wait for the device
-            self._highest = _higher(self._highest, lr)
-            return
-        lr = float(lr)
-        self._highest = _higher(self._highest, lr)
+            highest = _higher(highest, lr)
+            continue
+        highest = _higher(highest, float(lr))
         if index not in refs and (first := float(group.get("initial_lr", lr))) > 0:
-            refs[index] = min(first, self._ceiling)
+            refs[index] = min(first, ceiling)
         if index in refs:
-            self._highest_ref = max(self._highest_ref, refs[index])
-            self._ratios.append(lr / refs[index])
-
-    def lr(self) -> float | Tensor:
-        """The highest learning rate, or what it would be if all groups had followed the schedule."""
-        if not self._ratios or isinstance(self._highest, Tensor):
-            return self._highest
-        low, high = min(self._ratios), max(self._ratios)
-        return self._highest if low >= high * (1 - 1e-9) else low * self._highest_ref
+            ratios[index] = float(lr) / refs[index]
+    if not ratios or isinstance(highest, Tensor):
+        return highest
+    low, high = min(ratios.values()), max(ratios.values())
+    return highest if low >= high * (1 - 1e-9) else low * max(refs[index] for index in ratios)
 
 
 def _higher(a: float | Tensor, b: float | Tensor) -> float | Tensor:

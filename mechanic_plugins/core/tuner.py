@@ -12,11 +12,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from mechanic_plugins.core import published, relative
 from mechanic_plugins.core.row import Products, Row
 from mechanic_plugins.core.settings import Settings
 
-__all__ = ["CLIP_EPS", "SUMS", "Outcome", "clip_factor", "decide"]
+__all__ = ["CLIP_EPS", "SUMS", "Decision", "clip_factor", "decide"]
 
 SUMS = Products._fields
 """The inner products a step needs, in this order, for each tuner; the number of gradients comes last."""
@@ -24,18 +27,40 @@ CLIP_EPS = 1e-6
 """Added to the norm that is clipped, as torch.nn.utils.clip_grad_norm_ does."""
 
 
-class Outcome(NamedTuple):
-    """What came of a step.
+class Decision(NamedTuple):
+    """What a step will do: in floats, or in tensors where a GPU has decided.
 
-    `skipped` tells a step that was left out for its gradients from one that had none. `befores` and `afters` are the
+    `skipped` tells a step that is left out for its gradients from one that has none. `befores` and `afters` are the
     scales that were and will be played, one for each tuner; `clip` is what the gradients are multiplied by.
     """
 
-    applied: bool
+    applied: bool | Tensor
     skipped: bool
-    clip: float
-    befores: list[float]
-    afters: list[float]
+    clip: float | Tensor
+    befores: Sequence[float]
+    afters: Sequence[float] | Tensor
+    scales: Tensor | None = None
+    """A row for each tuner, where a GPU has decided: its scale, whether the step is made, and `clip`."""
+
+    @classmethod
+    def on_device(cls, scales: Tensor) -> Decision:
+        """What `gpu_tuner.launch` has found."""
+        return cls(scales[0, 1], False, scales[0, 2], (), scales[:, 0], scales)
+
+    def on_host(self) -> Decision:
+        """In floats. Waits for the device, if that has decided; the weights have moved before then."""
+        if self.scales is None:
+            return self
+        rows = self.scales.tolist()
+        afters = [after for after, _, _ in rows]
+        return Decision(bool(rows[0][1]), False, rows[0][2], afters, afters)
+
+    def table(self, device: torch.device) -> Tensor:
+        """The rows that a GPU would have made."""
+        if self.scales is not None:
+            return self.scales
+        rows = [[after, float(self.applied), self.clip] for after in self.afters]
+        return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
 def decide(
@@ -46,7 +71,7 @@ def decide(
     *,
     hold: bool = False,
     max_grad_norm: float | None = None,
-) -> Outcome:
+) -> Decision:
     """Moves the rows on by one step.
 
     A step is skipped where a sum is not finite, or a gradient is an outlier. One without any gradient is not made.
@@ -62,14 +87,15 @@ def decide(
     befores = [row.played for row in rows]
     is_finite = all(map(math.isfinite, sums))
     if not is_finite or sums[-1] == 0:
-        return Outcome(False, not is_finite, 1.0, befores, befores)
+        return Decision(False, not is_finite, 1.0, befores, befores)
     clip = clip_factor(sums, max_grad_norm)
-    products = [_products(sums, index, clip) for index in range(len(rows))]
+    each = zip(*[iter(sums[:-1])] * len(SUMS), strict=True)
+    products = [Products(clip * dg, clip * clip * gg, *others) for dg, gg, *others in each]
     if settings.rule == "relative" and _has_outlier(rows, products):
-        return Outcome(False, True, 1.0, befores, befores)
+        return Decision(False, True, 1.0, befores, befores)
     for row, sums_of_row, lr in zip(rows, products, lrs, strict=True):
         _step(row, sums_of_row, lr, settings, hold)
-    return Outcome(True, False, clip, befores, [row.played for row in rows])
+    return Decision(True, False, clip, befores, [row.played for row in rows])
 
 
 def clip_factor(sums: Sequence[float], max_grad_norm: float | None) -> float:
@@ -77,11 +103,6 @@ def clip_factor(sums: Sequence[float], max_grad_norm: float | None) -> float:
     if max_grad_norm is None:
         return 1.0
     return min(1.0, max_grad_norm / (math.sqrt(sum(sums[1:-1:6])) + CLIP_EPS))
-
-
-def _products(sums: Sequence[float], index: int, clip: float) -> Products:
-    dg, gg, xx, dx, dd, dp = sums[6 * index : 6 * index + 6]
-    return Products(clip * dg, clip * clip * gg, xx, dx, dd, dp)
 
 
 def _has_outlier(rows: Sequence[Row], products: Sequence[Products]) -> bool:

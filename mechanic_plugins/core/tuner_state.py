@@ -14,32 +14,12 @@ from mechanic_plugins.core.row import SCALARS, VECTORS, Row
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner import SUMS
 
-__all__ = [
-    "SCALARS",
-    "SUMS",
-    "TunerState",
-    "empty_sums",
-    "gradient_count",
-    "gradient_norm",
-    "initial_state",
-    "sums_of",
-    "with_scaled_gradients",
-]
+__all__ = ["TunerState", "empty_sums", "gradient_norm", "initial_state", "with_scaled_gradients"]
 
 
 def empty_sums(tuners: int, device: torch.device) -> Tensor:
     """The vector of a step before anything was added to it."""
     return torch.zeros(len(SUMS) * tuners + 1, dtype=torch.float64, device=device)
-
-
-def sums_of(vector: Tensor, tuner_index: int) -> Tensor:
-    """One tuner's inner products, as a view."""
-    return vector[len(SUMS) * tuner_index : len(SUMS) * (tuner_index + 1)]
-
-
-def gradient_count(vector: Tensor) -> Tensor:
-    """How many gradients there are, as a view."""
-    return vector[-1:]
 
 
 def gradient_norm(vector: Tensor) -> Tensor:
@@ -104,27 +84,19 @@ class TunerState:
             self._flat = torch.tensor([*numbers, *self._counts], dtype=torch.float64, device=self.device)
         return self._flat
 
-    @property
-    def table(self) -> Tensor:
-        """A row for each tuner."""
-        return self.flat[:-2].view(-1, self.width)
-
     def column(self, name: str) -> Tensor:
         """By the name of a field of `Row`: (tuners, n) for one of `VECTORS`, (tuners, 1) for one of `SCALARS`."""
+        table = self.flat[:-2].view(-1, self.width)
         if name in VECTORS:
             at = VECTORS.index(name) * self.n
-            return self.table[:, at : at + self.n]
+            return table[:, at : at + self.n]
         at = len(VECTORS) * self.n + SCALARS.index(name)
-        return self.table[:, at : at + 1]
+        return table[:, at : at + 1]
 
     @property
     def played(self) -> Tensor:
         """The scales in force, of shape (tuners,)."""
         return self.column("played")[:, 0]
-
-    def copied_rows(self) -> list[Row]:
-        """To be changed."""
-        return [row.copy() for row in self.rows]
 
     def with_rows(self, rows: Sequence[Row], counts: tuple[float, float] | None = None) -> TunerState:
         """Others in their place."""

@@ -34,7 +34,7 @@ import torch
 import torch.utils.cpp_extension
 from torch.optim import Optimizer
 
-from mechanic_plugins.api import mechanize
+from mechanic_plugins.api import find, mechanize
 from mechanic_plugins.deepspeed.engine import connect
 from mechanic_plugins.deepspeed.refusals import refuse_unsupported
 from mechanic_plugins.optimizer import MechanicOptimizer
@@ -42,28 +42,14 @@ from mechanic_plugins.patches import patch
 
 __all__ = ["NAMES", "attach", "install", "mechanic_of"]
 
-NAMES = {
-    f"Mechanic{cls.__name__}": cls
-    for cls in (
-        torch.optim.AdamW,
-        torch.optim.Adam,
-        torch.optim.SGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.RMSprop,
-        torch.optim.Adadelta,
-    )
-}
+_BASES = ("AdamW", "Adam", "SGD", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta")
+NAMES: dict[str, type[Optimizer]] = {f"Mechanic{name}": getattr(torch.optim, name) for name in _BASES}
 """Values of `"type"` in a config's `"optimizer"` section, and their bases."""
 
 
 def mechanic_of(engine: Any) -> MechanicOptimizer | None:
     """The engine's mechanized optimizer, or None."""
-    for candidate in (engine.optimizer, getattr(engine.optimizer, "optimizer", None)):
-        if isinstance(candidate, MechanicOptimizer):
-            return candidate
-    return None
+    return find(engine.optimizer)
 
 
 def attach(engine: Any) -> MechanicOptimizer:
@@ -79,7 +65,7 @@ def attach(engine: Any) -> MechanicOptimizer:
             f"the engine's optimizer is {type(engine.optimizer).__name__}, which is not mechanized: "
             "pass mechanize(...) to deepspeed.initialize(optimizer=...)."
         )
-    if mechanic.count is None:
+    if mechanic.shares_by_engine is None:
         refuse_unsupported(engine, mechanic)
         connect(engine, mechanic)
     return mechanic

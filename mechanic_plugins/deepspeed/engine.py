@@ -29,8 +29,8 @@ from torch import Tensor
 from mechanic_plugins.core.param_state import main_slot
 from mechanic_plugins.core.tuner_state import with_scaled_gradients
 from mechanic_plugins.deepspeed.universal import mend_universal_load, mend_universal_load_of_stage3
-from mechanic_plugins.distributed.reduction import AllReduce
-from mechanic_plugins.distributed.sharding import Counting, reduction_for
+from mechanic_plugins.distributed.reduction import Reduction, Shares
+from mechanic_plugins.distributed.sharding import shares_of
 from mechanic_plugins.optimizer import MechanicOptimizer
 
 __all__ = ["connect"]
@@ -50,10 +50,10 @@ def connect(engine: Any, mechanic: MechanicOptimizer) -> None:
         _Conductor(mechanic, holder, _Stage3(holder)).take_over()
         mend_universal_load_of_stage3(holder, mechanic)
     elif type(holder) is BF16_Optimizer:
-        mechanic.count = functools.partial(_count_shards, holder.dp_process_group)
+        mechanic.shares_by_engine = lambda params: Shares(Reduction(holder.dp_process_group), {})  # all shards differ
         mend_universal_load(holder, mechanic)
     elif holder is mechanic or isinstance(holder, (FP16_Optimizer, FP16_UnfusedOptimizer)):
-        mechanic.count = _count_replicas(engine, mechanic)
+        mechanic.shares_by_engine = _shares_of_replicas(engine, mechanic)
     else:
         raise ValueError(
             f"Mechanic does not support {type(holder).__module__}.{type(holder).__name__}, which DeepSpeed built "
@@ -64,23 +64,18 @@ def connect(engine: Any, mechanic: MechanicOptimizer) -> None:
 # -------------------------------------------------------------------- without ZeRO: how parameters are counted
 
 
-def _count_shards(group: Any, params: Sequence[Tensor]) -> Counting:
-    """Every rank of the group holds a different shard."""
-    return Counting(AllReduce(group), {id(p): 1.0 for p in params})
-
-
-def _count_replicas(engine: Any, mechanic: MechanicOptimizer) -> Callable[[Sequence[Tensor]], Counting]:
+def _shares_of_replicas(engine: Any, mechanic: MechanicOptimizer) -> Callable[[Sequence[Tensor]], Shares]:
     if not engine.has_moe_layers:
-        return lambda params: reduction_for(params, sync_replicas=mechanic.sync_replicas)
+        return lambda params: shares_of(params, sync_replicas=mechanic.sync_replicas)
     if isinstance(engine.optimizer, FP16_Optimizer):
         raise ValueError(
             "Mechanic does not support experts with FusedAdam at ZeRO stage 0: DeepSpeed flattens them into one tensor "
             "with the other weights. Use torch.optim.AdamW, or ZeRO stage 1 or 2."
         )
-    return functools.partial(_count_experts, engine)
+    return functools.partial(_shares_of_experts, engine)
 
 
-def _count_experts(engine: Any, params: Sequence[Tensor]) -> Counting:
+def _shares_of_experts(engine: Any, params: Sequence[Tensor]) -> Shares:
     """Each expert lives on some of the ranks, every other parameter on all of them."""
     holder = engine.optimizer
     pairs = zip(getattr(holder, "fp32_groups", ()), getattr(holder, "fp16_groups", ()), strict=True)
@@ -91,7 +86,7 @@ def _count_experts(engine: Any, params: Sequence[Tensor]) -> Counting:
     for p in params:
         own = models_own.get(id(p), p)
         copies[id(p)] = groups._get_expert_data_parallel_world_size(own.group_name) if is_moe_param(own) else everywhere
-    return Counting(AllReduce(group), {key: 1 / n for key, n in copies.items()})
+    return Shares(Reduction(group), {key: 1 / n for key, n in copies.items()})
 
 
 # -------------------------------------------------------------------- ZeRO: where the shards are
@@ -172,13 +167,13 @@ class _Conductor:
         self.mechanic = mechanic
         self.zero = zero
         self.layout = layout
-        self.reduction = AllReduce(zero.dp_process_group)
+        self.reduction = Reduction(zero.dp_process_group)
         self._zero_step, self._zero_unscale = zero.step, zero.unscale_and_clip_grads
         self._is_decided = False
 
     def take_over(self) -> None:
         self.zero.step, self.zero.unscale_and_clip_grads = self.step, self.unscale_and_clip_grads
-        self.mechanic.count = self._refuse_to_count
+        self.mechanic.shares_by_engine = self._refuse_to_count
 
     def step(self, closure: Any = None) -> Any:
         """DeepSpeed's step. On overflow it returns before unscaling, so Mechanic never sees that step."""
@@ -198,11 +193,11 @@ class _Conductor:
     def _decision(self, total_norm: Any) -> Any:
         with self.layout.prepared():
             sums = self.mechanic.local_sums(list(self._parts()))
-            return self.mechanic.decide(self.reduction.start(self._unscaled(sums, total_norm))())
+            return self.mechanic.decide(self.reduction(self._unscaled(sums, total_norm)))
 
     def _parts(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor | None]]:
         """Param group, weights, gradient, and what Mechanic keeps for them."""
-        slot = main_slot(is_default=self.mechanic.settings.rule == "relative")
+        slot = main_slot(self.mechanic.settings.rule)
         for index, shard in enumerate(self.layout.shards()):
             group = self.mechanic.param_groups[self.layout.group_of(index)]
             kept = self.mechanic.state.get(shard, {}).get(slot)

@@ -42,14 +42,10 @@ def mend_universal_load_of_stage3(zero: Any, mechanic: MechanicOptimizer) -> Non
             group.update({key: value for key, value in old.items() if key != "params"})
         for shard, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
             sources = [(folder / zero.param_names[p], p) for p in params]
-            _load_shard(zero, mechanic.state[shard], shard, sources, _slot(mechanic))
+            _load_shard(zero, mechanic.state[shard], shard, sources, main_slot(mechanic.settings.rule))
         _check_loaded(mechanic, zero.fp32_partitioned_groups_flat, checkpoint_dir)
 
     zero.load_hp_checkpoint_state_from_checkpoint_dir_stage3 = load
-
-
-def _slot(mechanic: MechanicOptimizer) -> str:
-    return main_slot(is_default=mechanic.settings.rule == "relative")
 
 
 def _load_shard(
@@ -67,6 +63,7 @@ def _load_shard(
 
 
 def _check_loaded(mechanic: MechanicOptimizer, shards: Sequence[Tensor], checkpoint_dir: str) -> None:
+    slot = main_slot(mechanic.settings.rule)
     check_tuner(mechanic.param_groups, mechanic.settings)
     if not mechanic.param_groups[0].get(f"{PREFIX}steps"):
         warnings.warn(
@@ -74,9 +71,9 @@ def _check_loaded(mechanic: MechanicOptimizer, shards: Sequence[Tensor], checkpo
             "the scale is learned from scratch, starting at the current weights.",
             stacklevel=3,
         )
-    elif any(_slot(mechanic) not in mechanic.state[shard] for shard in shards):
+    elif any(slot not in mechanic.state[shard] for shard in shards):
         raise ValueError(
-            f"the universal checkpoint {checkpoint_dir} has Mechanic's tuner but no {_slot(mechanic)}: DeepSpeed's "
+            f"the universal checkpoint {checkpoint_dir} has Mechanic's tuner but no {slot}: DeepSpeed's "
             "own converter omits it. Convert with `python -m mechanic_plugins.ds_to_universal`, which takes the same "
             "arguments."
         )

@@ -1,24 +1,32 @@
-"""Training engines that shard an optimizer's weights without a trace on the parameters.
+"""Wrappers and engines that hold parameters or an optimizer without a trace on them.
 
-The optimizer looks for them itself: nothing else notices when an engine was set up without its plugin.
+They can only be found among all live objects. The optimizer looks for them itself: nothing else notices when an engine
+was set up without its plugin.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
-from mechanic_plugins.distributed.live_objects import live_objects
+__all__ = ["live_objects", "refuse_unattached"]
 
-__all__ = ["refuse_unattached"]
+
+def live_objects(wanted: Callable[[type], bool]) -> list[Any]:
+    """Those of a wanted class. Each class is asked once: a program has thousands of classes and millions of objects."""
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if wanted(kind)}
+    return [o for o in objects if type(o) in kinds] if kinds else []
 
 
 def refuse_unattached(optimizer: object) -> None:
     """Checks that DeepSpeed does not step this optimizer without `mechanic_plugins.deepspeed`.
 
-    Neither the optimizer nor its parameters point to DeepSpeed's objects, so this looks for one that holds the
-    optimizer among all live objects. The caller does so once per set of parameters.
+    The caller does so once per set of parameters.
 
     Raises:
         RuntimeError: One of DeepSpeed's objects holds the optimizer.

@@ -1,59 +1,48 @@
 """Reduces local sums to global ones.
 
-The optimizer always holds a reduction; on one process it is the identity.
+The optimizer always holds a reduction; on one process it leaves the sums as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["AllReduce", "Identity", "Reduction", "reachable_device"]
-
-
-class Reduction(Protocol):
-    """Starts the reduction of a small float64 vector; the function that `start` returns waits for the result."""
-
-    spans_ranks: ClassVar[bool]
-    """Whether other ranks get the same sums and take the same decision."""
-
-    def start(self, sums: Tensor) -> Callable[[], Tensor]: ...
+__all__ = ["WHOLE", "Reduction", "Shares", "reachable_device"]
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Nothing is sharded: local sums are global."""
-
-    spans_ranks: ClassVar[bool] = False
-
-    def start(self, sums: Tensor) -> Callable[[], Tensor]:
-        return lambda: sums
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """One all-reduce of the vector over `group` (None: all ranks).
+class Reduction:
+    """One all-reduce of a small float64 vector over `group` (None: all ranks), or none where nothing is sharded.
 
     All ranks get the same bits, so all tuners take the same step.
     """
 
-    group: dist.ProcessGroup | None
-    spans_ranks: ClassVar[bool] = True
+    group: dist.ProcessGroup | None = None
+    spans_ranks: bool = True
 
-    def start(self, sums: Tensor) -> Callable[[], Tensor]:
+    def __call__(self, sums: Tensor) -> Tensor:
+        if not self.spans_ranks:
+            return sums
         vector = sums.to(reachable_device(self.group, sums.device), copy=True)
-        work = dist.all_reduce(vector, group=self.group, async_op=True)
+        dist.all_reduce(vector, group=self.group)
+        return vector.to(sums.device)
 
-        def wait() -> Tensor:
-            work.wait()
-            return vector.to(sums.device)
 
-        return wait
+@dataclass(frozen=True)
+class Shares:
+    """How the local sums of a list of parameters are reduced to global ones."""
+
+    reduction: Reduction
+    weights: dict[int, float]
+    """By id of the parameter: the factor of this rank's sum; 1 where it is not listed."""
+
+
+WHOLE = Shares(Reduction(spans_ranks=False), {})
+"""Every rank has the global sums already."""
 
 
 def reachable_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:

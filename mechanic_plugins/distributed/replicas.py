@@ -7,43 +7,37 @@ ranks' sums differ, so their scales diverge, and with them the weights that all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mechanic_plugins.distributed.live_objects import live_objects
-from mechanic_plugins.distributed.reduction import reachable_device
+from mechanic_plugins.distributed.engines import live_objects
+from mechanic_plugins.distributed.reduction import WHOLE, Reduction, Shares, reachable_device
 
-__all__ = ["Replicas", "refuse_join", "replicas_of"]
-
-
-class Replicas(NamedTuple):
-    """The ranks that share some of the parameters, and the number of ranks that hold each parameter (by id)."""
-
-    group: Any
-    copies: dict[int, int]
+__all__ = ["refuse_join", "shares_of_replicas"]
 
 
-def replicas_of(params: Sequence[Tensor]) -> Replicas | None:
-    """The replicas, or None if all ranks' sums are equal. One small collective if DDP holds the parameters.
+def shares_of_replicas(params: Sequence[Tensor]) -> Shares:
+    """Of parameters that are not sharded. One small collective if DDP holds them.
 
     All ranks take part: DDP's ranks step together, and a rank cannot know whether another one has local parameters.
     """
     wrappers = _wrappers_of(params)
     if not wrappers or any(map(_is_joining, wrappers)):
-        return None
+        return WHOLE
     group = _only_group(wrappers)
-    shared = {id(p) for wrapper in wrappers for p in _averaged(wrapper)}
+    averaged = (p for w in wrappers for p in (*w._module_parameters, *w._delay_all_reduce_params))
+    shared = set(map(id, averaged))
     own = [p for p in params if id(p) not in shared and p.requires_grad]
     rows = _gathered(own, group, params[0].device)
     if not any(count for count, *_ in rows):
-        return None
+        return WHOLE
     mine = rows[dist.get_rank(group)]
-    copies = dict.fromkeys(map(id, params), len(rows))
-    return Replicas(group, {**copies, **dict.fromkeys(map(id, own), max(rows.count(mine), 1))})
+    weights = dict.fromkeys(map(id, params), 1 / len(rows))
+    return Shares(Reduction(group), {**weights, **dict.fromkeys(map(id, own), 1 / max(rows.count(mine), 1))})
 
 
 def refuse_join(params: Sequence[Tensor]) -> None:
@@ -60,16 +54,12 @@ def refuse_join(params: Sequence[Tensor]) -> None:
         )
 
 
-def _wrappers_of(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
+def _wrappers_of(params: Sequence[Tensor]) -> list[Any]:
     """Live DDP modules that hold any of the parameters. Parameters do not refer to them."""
     ours = set(map(id, params))
     live = live_objects(lambda kind: issubclass(kind, DistributedDataParallel))
     known = dist.distributed_c10d._world.pg_map  # skips modules whose group was destroyed
     return [w for w in live if w.process_group in known and not ours.isdisjoint(map(id, w.module.parameters()))]
-
-
-def _averaged(wrapper: Any) -> list[Tensor]:
-    return [*wrapper._module_parameters, *wrapper._delay_all_reduce_params]
 
 
 def _is_joining(wrapper: Any) -> bool:

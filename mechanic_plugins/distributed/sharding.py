@@ -10,45 +10,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mechanic_plugins.distributed.live_objects import live_objects
-from mechanic_plugins.distributed.reduction import AllReduce, Identity, Reduction
-from mechanic_plugins.distributed.replicas import refuse_join, replicas_of
+from mechanic_plugins.distributed.engines import live_objects
+from mechanic_plugins.distributed.reduction import WHOLE, Reduction, Shares
+from mechanic_plugins.distributed.replicas import refuse_join, shares_of_replicas
 
-__all__ = [
-    "Counting",
-    "align_gradients",
-    "is_dtensor",
-    "is_fake",
-    "local",
-    "reduction_for",
-    "with_real_tensors",
-]
-
+__all__ = ["align_gradients", "is_dtensor", "is_fake", "local", "shares_of", "with_real_tensors"]
 
 _PLAIN = (torch.nn.Parameter, Tensor, type(None))
 """The common case, recognised without the import of DTensor."""
 
 
-@dataclass(frozen=True)
-class Counting:
-    """How the local sums of a list of parameters are reduced to global ones."""
-
-    reduction: Reduction
-    weights: dict[int, float]
-    """By id of the parameter: the factor of this rank's sum."""
-
-
-def reduction_for(
+def shares_of(
     params: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, sync_replicas: bool = False
-) -> Counting:
-    """How to count each parameter, decided from the parameters alone.
+) -> Shares:
+    """The share of this rank in the sums of each parameter, decided from the parameters alone.
 
     Args:
         params: All parameters of the optimizer, in the same order on every rank.
@@ -65,7 +46,7 @@ def reduction_for(
     shards = _shard_counts(params)
     sharded = any(count > 1 for count in shards)
     if not (sharded or sync_replicas):
-        return _count_replicas(params) if is_distributed else Counting(Identity(), dict.fromkeys(map(id, params), 1.0))
+        return shares_of_replicas(params) if is_distributed else WHOLE
     if not is_distributed:
         raise RuntimeError(
             "sync_replicas=True needs torch.distributed: call init_process_group() first, or leave it False."
@@ -79,15 +60,7 @@ def reduction_for(
                 f"a parameter is in {count} shards, which do not divide the group's {size} ranks: "
                 "pass mechanize(..., group=...) with the group of ranks that share the parameters."
             )
-    return Counting(AllReduce(group), {id(p): k / size for p, k in zip(params, shards, strict=True)})
-
-
-def _count_replicas(params: Sequence[Tensor]) -> Counting:
-    """For parameters that are not sharded."""
-    replicas = replicas_of(params)
-    if replicas is None:
-        return Counting(Identity(), dict.fromkeys(map(id, params), 1.0))
-    return Counting(AllReduce(replicas.group), {key: 1 / copies for key, copies in replicas.copies.items()})
+    return Shares(Reduction(group), {id(p): k / size for p, k in zip(params, shards, strict=True)})
 
 
 def is_dtensor(t: object) -> bool:

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from mechanic_plugins.api import mechanize
-from mechanic_plugins.hf.optim_args import parse
 from mechanic_plugins.hf.optim_names import BASES
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.muon import MuonWithAdamW
+from mechanic_plugins.options import parsed
 
-__all__ = ["Found", "class_and_kwargs", "is_mechanic", "name_of"]
+__all__ = ["class_and_kwargs", "is_mechanic", "name_of"]
 
 Kwargs = dict[str, Any]
 Found = tuple[type[Optimizer], Kwargs]
@@ -35,16 +35,22 @@ def name_of(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def class_and_kwargs(original: Callable[..., Found], args: TrainingArguments, model: Any) -> Found:
-    """The mechanized class that Trainer builds its optimizer from, and the arguments beside the param groups."""
+def class_and_kwargs(original: Callable[..., Found], args: TrainingArguments, model: Any = None) -> Found:
+    """The mechanized class that Trainer builds its optimizer from, and the arguments beside the param groups.
+
+    In the place of Trainer's own static method, which every version uses.
+    """
+    if not is_mechanic(args):
+        return original(args, model)
     _refuse_lr_zero(args)
-    base, given = BASES[name_of(args)], parse(args.optim_args)
+    base, given = BASES[name_of(args)], parsed(args.optim_args)
     for key, option in {"lr": "--learning_rate", "weight_decay": "--weight_decay"}.items():
         if key in given:
             raise ValueError(f"optim_args has {key}={given[key]}, which the Trainer sets itself: use {option}.")
     if isinstance(base, str):
         cls, kwargs = _from_transformers(original, args, _on_this_device(base, args), model)
-        given = {key: value for key, value in given.items() if key not in _handled(base)}
+        handled = next((keys for part, keys in _HANDLED.items() if part in base), ())
+        given = {key: value for key, value in given.items() if key not in handled}
     else:
         cls, kwargs = base, _kwargs_of(base, args, model)
     return mechanize(cls), {**kwargs, **given}
@@ -74,16 +80,12 @@ def _from_transformers(original: Callable[..., Found], args: TrainingArguments, 
     return (Adafactor if name == "adafactor" else cls), kwargs
 
 
-def _handled(name: str) -> tuple[str, ...]:
-    """The keys of `optim_args` that transformers handles itself because the constructors lack them."""
-    return next((keys for part, keys in _HANDLED.items() if part in name), ())
-
-
 _HANDLED = {
     "galore": ("rank", "update_proj_gap", "scale", "proj_type"),
     "apollo": ("rank", "proj", "scale_type", "update_proj_gap", "scale", "proj_type"),
     "ademamix": ("beta1", "beta2", "beta3"),
 }
+"""The keys of `optim_args` that transformers handles itself, by a part of the name: the constructors lack them."""
 
 
 class Adafactor(transformers.optimization.Adafactor):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from mechanic_plugins.checkpoints.format import holds_tuner
-from mechanic_plugins.checkpoints.leaving import demechanize_state, filled, rescale, scales_in
+from mechanic_plugins.checkpoints.leaving import filled, rescale, scales_in
+from mechanic_plugins.checkpoints.state import strip
 
 __all__ = ["demechanize_checkpoint", "refuse_unscaled_resume"]
 
@@ -35,7 +36,8 @@ def demechanize_checkpoint(source: str | Path, target: str | Path) -> None:
     _check_folders(source, target)
     optimizer = torch.load(source / _OPTIMIZER, map_location="cpu", weights_only=True)
     scales = _learned(optimizer, source)
-    demechanize_state(optimizer, scales)
+    strip(optimizer["param_groups"], optimizer["state"])
+    rescale(optimizer, scales)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         copy = Path(folder) / target.name

@@ -106,12 +106,11 @@ class Addresses:
 
     def _write(self, of_xs: list[int], of_grads: bytes, *, xs_moved: bool) -> None:
         if xs_moved:
-            self._rows = self._rows.clone()
             self._rows[:, 0] = torch.tensor(of_xs)
             self._rows_are_aligned = self._are_even and not (self._rows[:, :POINTERS] & 15).any()
         self._here = of_xs, of_grads
         self.are_aligned = self._rows_are_aligned and _are_aligned(of_grads)
-        self._table.point_to(self._rows, of_grads)
+        self._table.point_to(self._rows, of_grads, rows_are_new=xs_moved)
 
 
 def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:

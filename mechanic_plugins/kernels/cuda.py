@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -29,45 +29,28 @@ class Habit:
 
     def __init__(self) -> None:
         self._last: Any = None
-        self._count = 0
+        self._times = 0
 
     def has(self, key: Any) -> bool:
         """Notes the key of a step; True once it was the same for some steps before."""
-        self._count = self._count + 1 if key == self._last else 1
+        self._times = self._times + 1 if key == self._last else 1
         self._last = key
-        return self._count > _ALIKE
+        return self._times > _ALIKE
 
 
-def captured(
-    launch: Callable[[], T],
-    device: torch.device,
-    *,
-    stream: torch.cuda.Stream | None = None,
-    pool: Any = None,
-) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Nothing runs while it is captured, so there is nothing to wait for.
-
-    Graphs captured on one stream, with one pool, share their memory: they must be replayed one after the other.
-    """
+def captured(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph that is replayed and kept up to date here. Nothing runs while it is captured: nothing is waited for."""
     with on(device):
         graph = torch.cuda.CUDAGraph()
-        with _recording(), torch.cuda.stream(stream or torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            graph.capture_begin(capture_error_mode="thread_local")
+            _this_thread.is_recording = True
             try:
                 result = launch()
             finally:
+                _this_thread.is_recording = False
                 graph.capture_end()
     return graph, result
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Within, a CUDA graph is captured that is replayed and kept up to date here."""
-    _this_thread.is_recording = True
-    try:
-        yield
-    finally:
-        _this_thread.is_recording = False
 
 
 def is_capturing(device: torch.device) -> bool:

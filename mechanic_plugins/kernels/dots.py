@@ -1,4 +1,4 @@
-"""The sums of a step by torch operations.
+"""The sums of a step by torch operations, and what the default rule measures with a run's first gradients.
 
 Tensors here are local: a rank's own part of a parameter, never a DTensor. Small ones are joined into rows, large ones
 cut into rows, and float64 adds up what float32 found in each: on a CPU the sums are off by about 1e-7.
@@ -13,15 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Dots", "reals", "runs_of"]
+__all__ = ["Dots", "count_nonzero", "reals", "runs_of", "sizes"]
 
 _ROW = {"cpu": 1 << 18}
 _ROW_ELSEWHERE = 1 << 24
 """Elements of a row. Other devices add in trees, and have few launches to give."""
-
-
-_WIDE = {torch.float64: torch.float64}
-"""What sums of a dtype are taken in, if not in float32."""
 
 
 class Dots:
@@ -49,25 +45,27 @@ class Dots:
         Squares of finite float32 numbers overflow from 1.8e19 on: float64 then sums once more.
         """
         asked = is_difference, with_dx, with_xx
-        sums = self._sums(xs, refs, grads, _WIDE.get(xs[0].dtype, torch.float32), asked)
+        wide = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
+        sums = self._sums(xs, refs, grads, wide, asked)
         if all(map(math.isfinite, sums)):
             return sums
         return self._sums(xs, refs, grads, torch.float64, asked)
 
     def _sums(self, xs: Any, refs: Any, grads: Any, wide: torch.dtype, asked: tuple[bool, bool, bool]) -> list[float]:
-        places: list[int] = []
-        dots: list[Tensor] = []
+        found: list[tuple[int, Tensor]] = []
         for run in self.runs:
             rows: list[Any] = [None if tensors is None else _row(tensors, run) for tensors in (xs, refs, grads)]
             size = rows[0].numel()
-            for at in range(0, max(size, 1), self._size):
+            for at in range(0, size or 1, self._size):
                 x, ref, g = rows
                 if size > self._size:
                     x, ref, g = (None if row is None else row[at : at + self._size] for row in rows)
-                _add_products(places, dots, x, ref, g, wide, *asked)
+                found += _products(x, ref, g, wide, *asked)
         sums = [0.0] * 5
-        for place, number in zip(places, torch.stack(dots).tolist() if dots else (), strict=True):
-            sums[place] += number
+        if found:
+            places, dots = zip(*found, strict=True)
+            for place, number in zip(places, torch.stack(dots).tolist(), strict=True):
+                sums[place] += number
         return sums
 
 
@@ -89,9 +87,7 @@ def _row(tensors: list[Tensor], run: slice) -> Any:
     return torch._C._nn.flatten_dense_tensors(tensors[run])
 
 
-def _add_products(
-    places: list[int],
-    dots: list[Tensor],
+def _products(
     x: Tensor,
     ref: Tensor | None,
     g: Tensor | None,
@@ -99,28 +95,46 @@ def _add_products(
     is_difference: bool,
     with_dx: bool,
     with_xx: bool,
-) -> None:
-    if x.dtype != wide:
-        x = x.to(wide)
+) -> list[tuple[int, Tensor]]:
+    """Each with its place among the sums."""
+    x = x if x.dtype == wide else x.to(wide)
+    found = []
     if g is not None:
         g = g if g.dtype == wide else g.to(wide)
-        places.append(1)
-        dots.append(torch.dot(g, g))
+        found += [(1, torch.dot(g, g))]
     if ref is not None:
         d = x - ref if is_difference else ref.to(wide)
         if g is not None:
-            places.append(0)
-            dots.append(torch.dot(d, g))
-        places.append(2)
-        dots.append(torch.dot(d, d))
+            found += [(0, torch.dot(d, g))]
+        found += [(2, torch.dot(d, d))]
         if with_dx:
-            places.append(3)
-            dots.append(torch.dot(d, x))
+            found += [(3, torch.dot(d, x))]
     if with_xx:
-        places.append(4)
-        dots.append(torch.dot(x, x))
+        found += [(4, torch.dot(x, x))]
+    return found
 
 
 def reals(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Complex parameters are pairs of real ones: of tensors that are all complex, or none."""
     return [torch.view_as_real(t.detach().resolve_conj()) for t in tensors]
+
+
+def sizes(xs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[float]:
+    """The sum of min(|x|, 1)^2, the number of weights that are not 0, and of gradients that are not 0.
+
+    Waits for the device. Each may be a part of a parameter: ranks add theirs up.
+    """
+    found = [torch.stack([_squares(x), x.count_nonzero().double()]) for x in xs]
+    squares, nonzero = torch.stack(found).sum(0).tolist()
+    return [squares, nonzero, count_nonzero(grads)]
+
+
+def count_nonzero(grads: Sequence[Tensor]) -> float:
+    """Over all of them. Waits for the device."""
+    return float(torch.stack([grad.count_nonzero() for grad in grads]).sum())
+
+
+def _squares(x: Tensor) -> Tensor:
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    # adding 0 * x keeps what is not finite from being clamped away
+    return wide.clamp(-1.0, 1.0).square_().add_(wide, alpha=0).sum(dtype=torch.float64)

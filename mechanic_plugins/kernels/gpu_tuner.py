@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from mechanic_plugins.core.tuner import CLIP_EPS, SUMS
 from mechanic_plugins.core.tuner_state import TunerState
 from mechanic_plugins.kernels.cuda import is_capturing, on
 
-__all__ = ["SCALES", "constants_of", "launch"]
+__all__ = ["SCALES", "constants_on", "launch"]
 
 SCALES = 3
 """What a tuner decides: its scale, whether the step is made, and what the gradients are multiplied by."""
@@ -25,16 +26,17 @@ def launch(
     sums: Tensor,
     *,
     settings: Settings,
-    constants: Tensor,
     lrs: Sequence[float | Tensor] | Tensor,
     hold: bool,
-    max_grad_norm: float | None = None,
+    max_grad_norm: float | None,
 ) -> tuple[TunerState, Tensor]:
     """`mechanic_plugins.core.tuner.decide`, for tuners that have begun: the state after it, and `SCALES` of each.
 
-    `constants` are what `constants_of` says, on the device; `lrs` the learning rates of the tuners, or all of them in
-    float64 on the device. While a CUDA graph is captured, the state is written over: its replays read it there.
+    `lrs` are the learning rates of the tuners, or all of them in float64 on the device. While a CUDA graph is captured,
+    the state is written over: its replays read it there.
     """
+    from triton import next_power_of_2
+
     from mechanic_plugins.kernels.triton_tuner import tuner_kernel
 
     tuners = len(state)
@@ -45,7 +47,7 @@ def launch(
             sums,
             state.flat,
             new,
-            constants,
+            constants_on(sums.device, settings.max_scale, max_grad_norm),
             scales,
             _column(lrs, sums.device),
             tuners,
@@ -59,7 +61,7 @@ def launch(
             DOUBT=relative.DOUBT,
             MEMORY=relative.MEMORY,
             OUTLIER=relative.OUTLIER,
-            NUMBERS=_power(tuners * len(SUMS) + 1),
+            NUMBERS=next_power_of_2(tuners * len(SUMS) + 1),
             num_warps=1,
         )
     if not is_capturing(sums.device):
@@ -68,9 +70,10 @@ def launch(
     return state, scales
 
 
-def constants_of(settings: Settings, max_grad_norm: float | None) -> tuple[float, float]:
-    """The cap, and the norm that is clipped to."""
-    return settings.max_scale or 0.0, max_grad_norm or 0.0
+@functools.cache
+def constants_on(device: torch.device, max_scale: float | None, max_grad_norm: float | None) -> Tensor:
+    """The cap, and the norm that is clipped to, copied to the device once: captured graphs read them there."""
+    return torch.tensor([max_scale or 0.0, max_grad_norm or 0.0], dtype=torch.float64, device=device)
 
 
 def _column(numbers: Sequence[float | Tensor] | Tensor, device: torch.device) -> Tensor:
@@ -84,8 +87,3 @@ def _column(numbers: Sequence[float | Tensor] | Tensor, device: torch.device) ->
         for number in numbers
     )
     return torch.stack(list(cells))
-
-
-def _power(number: int) -> int:
-    """The next power of two: what Triton can hold."""
-    return 1 << max(number - 1, 0).bit_length()

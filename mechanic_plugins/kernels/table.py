@@ -60,11 +60,9 @@ class Table:
 
     device: torch.device
     numels: tuple[int, ...]
-    pointers: Tensor | None = None
-    gradients: Tensor | None = None
-    _rows: Tensor | None = None
-    _of_gradients: bytes = b""
-    """What the two hold, on the host."""
+    pointers: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradients: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Empty before the first step."""
     tiles: dict[int, Tiles] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
     """Host memory that a captured graph will read again at each replay."""
@@ -95,21 +93,18 @@ class Table:
         """Whether the launches of this moment may read what is there, if no address has changed."""
         return self.is_captured == is_capturing(self.device)
 
-    def point_to(self, rows: Tensor, gradients: bytes) -> None:
-        """Has `pointers` hold these rows, which the caller leaves alone then, and `gradients` these whole numbers."""
-        new_rows = self._rows is not rows and (self._rows is None or not torch.equal(rows, self._rows))
-        new_gradients = self._of_gradients != gradients
-        is_another = not self.is_up_to_date() or (self.is_captured and (new_rows or new_gradients))
-        if self.pointers is None or self.gradients is None or is_another:
-            self.pointers, self.gradients = self._on_device(rows), self._on_device(_tensor_of(gradients))
-            self.is_captured, self._mailbox = is_capturing(self.device), None
-        else:
-            if new_rows:
-                self.pointers.copy_(self._pinned(rows), non_blocking=True)
-            if new_gradients:
-                self._mailbox = self._mailbox or Mailbox(self.gradients)
-                self._mailbox.send(gradients)
-        self._rows, self._of_gradients = rows, gradients
+    def point_to(self, rows: Tensor, gradients: bytes, *, rows_are_new: bool) -> None:
+        """Has `pointers` hold these rows and `gradients` these whole numbers. Called where one of the two is new."""
+        is_captured = is_capturing(self.device)
+        if len(self.pointers) == 0 or self.is_captured or is_captured:
+            self.pointers = self._on_device(rows)
+            self.gradients = self._on_device(torch.frombuffer(bytearray(gradients), dtype=torch.int64))
+            self.is_captured, self._mailbox = is_captured, None
+            return
+        if rows_are_new:
+            self.pointers.copy_(self._pinned(rows), non_blocking=True)
+        self._mailbox = self._mailbox or Mailbox(self.gradients)
+        self._mailbox.send(gradients)
 
     def _on_device(self, host: Tensor) -> Tensor:
         return self._pinned(host).to(self.device, non_blocking=True)
@@ -121,7 +116,3 @@ class Table:
         if is_capturing(self.device):
             self.held.append(pinned)
         return pinned
-
-
-def _tensor_of(numbers: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(numbers), dtype=torch.int64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import is_16_bit
-from mechanic_plugins.core.tuner_state import gradient_count, sums_of
+from mechanic_plugins.core.tuner import SUMS
 from mechanic_plugins.kernels.addresses import Addresses, Kept
 from mechanic_plugins.kernels.cuda import on
 from mechanic_plugins.kernels.table import Table
@@ -40,16 +40,6 @@ class TritonBatch:
         """Reads the addresses of weights and gradients; False where one is not like it was."""
         return self.addresses.refresh(xs, grads)
 
-    @property
-    def pointers(self) -> Tensor:
-        assert self.table.pointers is not None
-        return self.table.pointers
-
-    @property
-    def gradient_pointers(self) -> Tensor:
-        assert self.table.gradients is not None
-        return self.table.gradients
-
     def add_sums(self, out: Tensor, *, tuner_index: int, weight: float, maximize: bool, penalty: float) -> None:
         """Adds this list's share to a tuner's sums, and its gradients to the count at the end."""
         here = out if out.device == self.device else torch.zeros_like(out, device=self.device)
@@ -59,8 +49,8 @@ class TritonBatch:
                 partial,
                 len(partial),
                 self.table.constant((weight, float(self.addresses.gradients), penalty)),
-                sums_of(here, tuner_index),
-                gradient_count(here),
+                here[len(SUMS) * tuner_index :],
+                here[-1:],
                 MAXIMIZE=maximize,
                 SIZE=_COLLECT_BLOCK,
                 num_warps=4,
@@ -76,8 +66,8 @@ class TritonBatch:
         if programs:
             with on(self.device):
                 _kernels().sums_kernel[(programs,)](
-                    self.pointers,
-                    self.gradient_pointers,
+                    self.table.pointers,
+                    self.table.gradients,
                     tiles.blocks,
                     tiles.firsts,
                     out,
@@ -93,7 +83,7 @@ class TritonBatch:
 
     def launch_key(self) -> tuple[Any, ...]:
         """What launches depend on and may differ from step to step."""
-        where = self.pointers.data_ptr(), self.gradient_pointers.data_ptr()
+        where = self.table.pointers.data_ptr(), self.table.gradients.data_ptr()
         return *where, self.addresses.are_aligned, self.addresses.gradients
 
     def types(self, *names: str) -> dict[str, Any]:

@@ -30,47 +30,28 @@ def tuner_kernel(
     gradients are multiplied by.
     """
     program = tl.program_id(0)
-    clip = tl.zeros_like(tl.load(sums)) + 1.0
     squares, is_finite = _squares(sums, tuners, NUMBERS)
+    clip = tl.zeros_like(tl.load(sums)) + 1.0
     if CLIPS:
         clip = tl.minimum(tl.load(constants + 1) / (tl.sqrt(tl.sum(squares)) + CLIP_EPS), 1.0)
     has_gradients = is_finite & (tl.load(sums + tuners * 6) > 0)
     is_outlier = has_gradients & _has_outlier(squares, old, clip, tuners, OUTLIER, NUMBERS)
     made = has_gradients & (is_outlier == 0)
     if program == 0:
-        counts = tuners * _WIDTH
-        tl.store(new + counts, tl.load(old + counts) + tl.where(made, 1.0, 0.0))
-        skipped = tl.where(is_finite & (is_outlier == 0), 0.0, 1.0)
-        tl.store(new + counts + 1, tl.load(old + counts + 1) + skipped)
+        _note_steps(old + tuners * _WIDTH, new + tuners * _WIDTH, made, is_finite & (is_outlier == 0))
     sums += program * 6
     old += program * _WIDTH
     new += program * _WIDTH
-    gg = tl.load(sums + 1)
-    longest = tl.load(old + _LONGEST)
-    norm = clip * tl.sqrt(tl.where(is_finite, gg, 0.0))
-    limit = OUTLIER * longest
-    raised = tl.maximum(longest, tl.where((longest > 0) & (norm > limit), limit, norm))
-    tl.store(new + _LONGEST, tl.where(has_gradients, raised, longest))
+    _remember_longest(old, new, clip * tl.sqrt(tl.where(is_finite, tl.load(sums + 1), 0.0)), has_gradients, OUTLIER)
+    moves = made & (not HOLD)
     lr, before = tl.load(lrs + program), tl.load(old + _PLAYED)
-    peak = tl.maximum(tl.load(old + _LR), lr)
-    s, r, m, v, h, length = _advance(sums, old, clip, lr, peak, before, PRIOR, GAIN, ADVERSE, DOUBT, MEMORY)
+    s = _advance(sums, old, new, clip, lr, before, moves, PRIOR, GAIN, ADVERSE, DOUBT, MEMORY)
     if CAPPED:
         s = tl.minimum(s, tl.load(constants))
-    moves = made & (not HOLD)
     played = tl.where(moves, s, before)
     _put(new, old, _S, s, moves)
-    _put(new, old, _R, r, moves)
-    _put(new, old, _M, m, moves)
-    _put(new, old, _V, v, moves)
     _put(new, old, _PLAYED, played, moves)
-    _put(new, old, _H, h, moves)
-    _put(new, old, _GRADIENTS, tl.load(old + _GRADIENTS) + tl.where(gg > 0, 1.0, 0.0), moves)
-    _put(new, old, _LENGTH, length, moves)
-    path = tl.load(old + _PATH)
-    _put(new, old, _PATH, path + played * lr * (played * lr), made & (path >= 0))
-    _put(new, old, _TRAVELLED, tl.load(old + _TRAVELLED) + played * lr, made)
-    _put(new, old, _ELAPSED, tl.load(old + _ELAPSED) + lr, made)
-    _put(new, old, _LR, peak, made)
+    _walk(old, new, played, lr, made)
     for place in tl.static_range(_Q, _PLAYED):
         tl.store(new + place, tl.load(old + place))
     tl.store(new + _SIZE, tl.load(old + _SIZE))
@@ -104,30 +85,68 @@ def _has_outlier(squares, old, clip, tuners, OUTLIER: tl.constexpr, NUMBERS: tl.
 
 
 @triton.jit
+def _note_steps(old, new, made, is_sound):
+    """The steps that were made, and those that were skipped for their gradients."""
+    tl.store(new, tl.load(old) + tl.where(made, 1.0, 0.0))
+    tl.store(new + 1, tl.load(old + 1) + tl.where(is_sound, 0.0, 1.0))
+
+
+@triton.jit
+def _remember_longest(old, new, norm, has_gradients, OUTLIER: tl.constexpr):
+    longest = tl.load(old + _LONGEST)
+    limit = OUTLIER * longest
+    raised = tl.maximum(longest, tl.where((longest > 0) & (norm > limit), limit, norm))
+    tl.store(new + _LONGEST, tl.where(has_gradients, raised, longest))
+
+
+@triton.jit
 def _advance(
-    sums, old, clip, lr, peak, played, PRIOR: tl.constexpr, GAIN: tl.constexpr, ADVERSE: tl.constexpr,
+    sums, old, new, clip, lr, played, moves, PRIOR: tl.constexpr, GAIN: tl.constexpr, ADVERSE: tl.constexpr,
     DOUBT: tl.constexpr, MEMORY: tl.constexpr,
 ):  # fmt: skip
-    """`relative.advance` behind the first gradients."""
-    has_gradient = tl.load(sums + 1) > 0
-    path, length = tl.load(old + _PATH), tl.load(old + _LENGTH)
+    """`relative.advance` behind the first gradients: writes the evidence down and returns the next scale."""
+    has_gradient, peak = tl.load(sums + 1) > 0, tl.maximum(tl.load(old + _LR), lr)
     come = clip * tl.load(sums) + tl.load(sums + 5)
-    h = come / tl.where(played > 0, played, 1.0)
-    gathers = has_gradient & (played > 0)
-    weight = tl.where(gathers, lr / tl.where(peak > 0, peak, 1.0), 0.0)
+    weight = tl.where(has_gradient & (played > 0), lr / tl.where(peak > 0, peak, 1.0), 0.0)
+    r, m, v, length = _gather(old, -come, tl.load(sums + 4), weight, peak, DOUBT, MEMORY)
+    _put(new, old, _R, r, moves)
+    _put(new, old, _M, m, moves)
+    _put(new, old, _V, v, moves)
+    _put(new, old, _H, come / tl.where(played > 0, played, 1.0), moves)
+    _put(new, old, _LENGTH, length, moves)
+    _put(new, old, _GRADIENTS, tl.load(old + _GRADIENTS) + tl.where(has_gradient, 1.0, 0.0), moves)
+    rho = _rho(r, m, v, DOUBT)
+    unit = peak * length
+    first = PRIOR * tl.load(old + _SIZE) * tl.sqrt(tl.load(old + _TOUCHED)) / tl.where(unit > 0, unit, 1.0)
+    scale = first * tl.exp(GAIN * tl.where(rho > 0, rho, ADVERSE * rho))
+    return tl.where(has_gradient & (unit > 0), scale, tl.load(old + _S))
+
+
+@triton.jit
+def _gather(old, z, dd, weight, peak, DOUBT: tl.constexpr, MEMORY: tl.constexpr):
+    """A step that counts nothing has a weight of 0."""
     run = tl.load(old + _ELAPSED) / tl.where(peak > 0, peak, 1.0)
     kept = 1.0 - weight / (DOUBT + MEMORY * run)
-    r = kept * tl.load(old + _R) - weight * come
+    r = kept * tl.load(old + _R) + weight * z
+    v = kept * tl.load(old + _V) + weight * z * z
     m = kept * tl.load(old + _M) + weight
-    v = kept * tl.load(old + _V) + weight * come * come
-    counts = gathers & (path > 0)
-    square = run * length * length + weight * tl.load(sums + 4) / tl.where(path > 0, path, 1.0)
-    length = tl.where(counts, tl.sqrt(square / tl.where(counts, run + weight, 1.0)), length)
+    path, length = tl.load(old + _PATH), tl.load(old + _LENGTH)
+    counts = (weight > 0) & (path > 0)
+    square = run * length * length + weight * dd / tl.where(path > 0, path, 1.0)
+    return r, m, v, tl.where(counts, tl.sqrt(square / tl.where(counts, run + weight, 1.0)), length)
+
+
+@triton.jit
+def _rho(r, m, v, DOUBT: tl.constexpr):
     energy = v * (m + DOUBT)
-    rho = tl.where(energy > 0, r / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
-    rho = tl.where(rho > 0, rho, ADVERSE * rho)
-    unit = peak * length
-    size = tl.load(old + _SIZE) * tl.sqrt(tl.load(old + _TOUCHED))
-    scale = PRIOR * size / tl.where(unit > 0, unit, 1.0) * tl.exp(GAIN * rho)
-    s = tl.where(has_gradient & (unit > 0), scale, tl.load(old + _S))
-    return s, r, m, v, h, length
+    return tl.where(energy > 0, r / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
+
+
+@triton.jit
+def _walk(old, new, played, lr, made):
+    """`relative.walk`, and what the learned rate is taken from."""
+    path = tl.load(old + _PATH)
+    _put(new, old, _PATH, path + played * lr * (played * lr), made & (path >= 0))
+    _put(new, old, _TRAVELLED, tl.load(old + _TRAVELLED) + played * lr, made)
+    _put(new, old, _ELAPSED, tl.load(old + _ELAPSED) + lr, made)
+    _put(new, old, _LR, tl.maximum(tl.load(old + _LR), lr), made)

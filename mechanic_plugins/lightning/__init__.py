@@ -32,7 +32,7 @@ from mechanic_plugins.lightning.checks import (
     is_a,
     warn_of_floors,
 )
-from mechanic_plugins.lightning.packages import LIGHTNINGS, installed
+from mechanic_plugins.lightning.packages import Callback, installed
 from mechanic_plugins.lightning.reports import BAR, is_logged, metrics, show_digits, summarize
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import DEFAULTS, Options, configured
@@ -40,11 +40,8 @@ from mechanic_plugins.passes.planner import Backend
 from mechanic_plugins.summary import ScaleHistory
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
-else:
-    # Trainer and LightningCLI check for their own package's class.
-    Callback = type("Callback", tuple(module.Callback for module in LIGHTNINGS), {})
 
 __all__ = ["Mechanic", "demechanize_checkpoint", "installed", "metrics"]
 

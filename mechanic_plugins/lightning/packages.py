@@ -5,8 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-__all__ = ["LIGHTNINGS", "installed", "rank_zero_info", "rank_zero_warn"]
+__all__ = ["LIGHTNINGS", "Callback", "installed", "rank_zero_info", "rank_zero_warn"]
 
 
 def installed() -> list[ModuleType]:
@@ -21,5 +22,11 @@ def installed() -> list[ModuleType]:
 
 
 LIGHTNINGS = installed()
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+else:
+    # Trainer and LightningCLI check for their own package's class.
+    Callback = type("Callback", tuple(module.Callback for module in LIGHTNINGS), {})
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn  # noqa: E402

@@ -1,18 +1,17 @@
-"""An optimizer around another one, with a tuner beside it.
+"""An optimizer around another one: its parts, and all that checkpoints, schedulers, frameworks and people see of it.
 
-All that checkpoints, schedulers and frameworks touch; `mechanic_plugins.optimizer.step` adds the step.
+The wrapped optimizer is held as `base`, and param_groups, state and defaults are its own: schedulers, GradScaler, FSDP
+and checkpoint code find what they expect. `mechanic_plugins.optimizer.step` adds the step.
 """
 
 from __future__ import annotations
 
 import copy
-import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import chain
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -25,28 +24,50 @@ from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.format import holds_tuner
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
-from mechanic_plugins.core.groups import Owner, show_scales
-from mechanic_plugins.core.param_state import DELTA, PREFIX, REF
-from mechanic_plugins.core.settings import Settings, check_max_grad_norm, checked_delta_dtype
-from mechanic_plugins.distributed.sharding import local, with_real_tensors
-from mechanic_plugins.optimizer.delegate import Delegate, Group
-from mechanic_plugins.optimizer.refusals import refuse_narrow_delta
+from mechanic_plugins.core.groups import average, names_of, show_scales
+from mechanic_plugins.core.param_state import PREFIX
+from mechanic_plugins.core.settings import Settings, check_max_grad_norm
+from mechanic_plugins.core.tuner import Decision
+from mechanic_plugins.core.tuner_state import gradient_norm
+from mechanic_plugins.distributed.reduction import Shares
+from mechanic_plugins.distributed.sharding import is_fake
+from mechanic_plugins.optimizer.keeper import Keeper
+from mechanic_plugins.optimizer.recording import Recorder
 from mechanic_plugins.optimizer.skips import Skips
+from mechanic_plugins.optimizer.tuning import Tuning
 from mechanic_plugins.optimizer.units import Units
-from mechanic_plugins.passes.planner import Backend, check_backend
+from mechanic_plugins.passes.planner import Backend, Planner
 from mechanic_plugins.passes.slots import Slots
 
-__all__ = ["StateDict", "Wrapper"]
+__all__ = ["Group", "Wrapper", "of_the_base"]
 
+Group = dict[str, Any]
 StateDict = dict[str, Any]
 
-_LIVE = "_mechanic_live"
-"""The base's attribute with the settings and the tuner of who mechanized it last."""
 _HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
-class Wrapper(Delegate):
-    """The base, the settings and the tuner. `state_dict()` synchronises with the device."""
+def of_the_base(name: str) -> Any:
+    """An attribute that is the base's own."""
+    return property(lambda self: getattr(self.base, name), lambda self, value: setattr(self.base, name, value))
+
+
+class Tuner(NamedTuple):
+    """The tuner's state in units of the base's own learning rate: n-vectors, or one row for each param group."""
+
+    s: Tensor
+    r: Tensor
+    m: Tensor
+    v: Tensor
+    steps: Tensor
+
+
+class Wrapper(Optimizer):
+    """The base, the settings and the tuner.
+
+    `scale`, `grad_norm` and `tuner` do not synchronise with the device; `effective_lrs`, `metrics()` and `state_dict()`
+    do. What it does not have itself is read from the base.
+    """
 
     # GradScaler must unscale and decide by itself: a fused base would skip its own update, but not Mechanic's.
     _step_supports_amp_scaling = False
@@ -54,8 +75,6 @@ class Wrapper(Delegate):
     """Every step clips the gradients to this norm. Not a setting of the tuner's: checkpoints do not hold it."""
     delta_dtype: torch.dtype | None = None
     """What the references are kept in, where that was chosen. Checkpoints hold them as they are."""
-    _has_history = True
-    """Whether the base had state before Mechanic's first step: made when it was built, or loaded from a plain run."""
 
     def __init__(
         self,
@@ -66,173 +85,85 @@ class Wrapper(Delegate):
         sync_replicas: bool = False,
         backend: Backend = "auto",
         max_grad_norm: float | None = None,
-        delta_dtype: torch.dtype | Literal["float32", "bfloat16"] | None = None,
+        delta_dtype: torch.dtype | None = None,
     ) -> None:
         known_bases.check_supported(base)
-        check_backend(backend)
-        self.base = base
-        self.settings = settings
-        self.group, self.sync_replicas = group, sync_replicas
-        self.backend, self.max_grad_norm = backend, max_grad_norm
-        self.delta_dtype = checked_delta_dtype(delta_dtype)
-        refuse_narrow_delta(settings, self.delta_dtype)
-        self._has_history = bool(base.state)
-        before = vars(base).get(_LIVE)
-        self._start()
-        self._continue(before)
-        self._hold_tuner()
-        self._create_eager_state()
+        self.base, self.settings = base, settings
+        self.group, self.sync_replicas, self.backend = group, sync_replicas, backend
+        self.max_grad_norm, self.delta_dtype = max_grad_norm, delta_dtype
+        self._start(has_history=bool(base.state))
+        self._keeper.begin()
 
-    def _start(self) -> None:
-        """Everything that is not state: rebuilt after unpickling."""
-        self._held: dict[str, Progress | None] = {}
-        vars(self.base)[_LIVE] = self.settings, self._held
-        self._units = Units(self.base, self.settings)
-        self._slots = Slots(is_default=self.settings.rule == "relative", wanted=self.delta_dtype)
-        self._dry_state: object = None
-        self._is_plain = False
-        self._known_params: list[Tensor] = []
-        self._last_lrs: list[Any] | None = None
-        self._last: dict[str, Tensor | list[float]] = {}
-        """The sums of the last step. In a dict for the same reason as `_live`."""
+    def _start(self, *, has_history: bool) -> None:
+        """The parts, of which pickles hold none. Lightning's and Fabric's proxies run methods with another `self`."""
+        base, settings = self.base, self.settings
+        units = Units(base, settings)
+        self._slots = Slots(settings.rule, self.delta_dtype)
+        self._keeper = Keeper(base, settings, units, self._slots, has_history=has_history)
+        self._tuning = Tuning(base, settings, units)
+        self._planner = Planner(base, self.backend, settings, self._slots)
+        self._recorder = Recorder(self._tuning)
         self._skips = Skips()
+        self.shares_by_engine: Callable[[Sequence[Tensor]], Shares] | None = None
+        """How an engine that has cut the parameters up adds its batches up."""
+        self._known_params: list[Tensor] = []
+        self._has_data = True
+        self._known_shares: tuple[Sequence[Tensor], Shares] | None = None
+        self._decision: Decision | None = None
+        """What the next steps of an engine have to do."""
+        self._dry_state: object = None
+        self._last: dict[str, Any] = {}
+        """The sums and the learning rates of the last step."""
         for name in _HOOKS:
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
         self._patch_step_function()
-        self._itself: Owner = ref(self)
-        """Lightning's and Fabric's proxies run these methods with another `self`."""
+        self._itself = ref(self)
         show_scales(self.param_groups, self._itself)
+
+    # ---------------------------------------------------------------- the base's
+
+    param_groups = of_the_base("param_groups")
+    state = of_the_base("state")
+    defaults = of_the_base("defaults")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "max_grad_norm":  # may be changed during training
+            check_max_grad_norm(value)
+        super().__setattr__(name, value)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
         """The new parameters start where they are; with `scope="group"` they get a tuner of their own."""
-        progress = self._progress
+        progress = self._keeper.progress
         self.base.add_param_group(param_group)
         show_scales(self.param_groups, self._itself)
         if self.settings.scope == "group":
             progress.add_tuner(self.settings)
-        self._write(progress)
-        self._create_eager_state()
-
-    # ---------------------------------------------------------------- the tuner and the checkpoint
-
-    @property
-    def _live(self) -> Progress | None:
-        """In a dict, not on the instance: Lightning's and Fabric's proxies run these methods with another `self`."""
-        return self._held.get("progress")
-
-    @_live.setter
-    def _live(self, progress: Progress | None) -> None:
-        self._held["progress"] = progress
-
-    def reread_groups(self) -> None:
-        """Reads the tuner from the param groups at its next use: for engines that replace them."""
-        self._live = None
-
-    @property
-    def _progress(self) -> Progress:
-        """The live tuner, on the parameters' device; read again after a load, or when the model was moved."""
-        live, device = self._live, self._device()
-        if live is not None and live.tuner.device != device:
-            self._write(live)
-            live = None
-        if live is None or live.row_of(self.param_groups[0]) is None:
-            self._live = live = self._read(device)
-        return live
-
-    def _read(self, device: torch.device) -> Progress:
-        """The groups hold afterwards what is in force, so that nothing is said twice."""
-        progress, notice = checkpoint.read(self.param_groups, self.settings, tuners=self._tuners(), device=device)
-        if notice is not None:
-            warnings.warn(notice, stacklevel=4)
-        if not progress.seen:
-            self._has_history = bool(self.state)
-        if notice is not None or not progress.seen:
-            self._write(progress)
-        return progress
-
-    def _tuners(self) -> int:
-        return len(self.param_groups) if self.settings.scope == "group" else 1
-
-    def _device(self) -> torch.device:
-        """The parameters' own, or the CPU where that has no float64 or holds no numbers."""
-        for group in self.param_groups:
-            if group["params"]:
-                device: torch.device = local(group["params"][0]).device
-                return torch.device("cpu") if device.type in ("meta", "mps") else device
-        return self._live.tuner.device if self._live else torch.device("cpu")  # an engine took the parameters out
-
-    def _continue(self, before: tuple[Settings, dict[str, Progress | None]] | None) -> None:
-        """A base that is mechanized again goes on where its tuner is, not where that was last written down."""
-        settings, held = before or (self.settings, self._held)
-        live = held.get("progress")
-        if live is not None and live.row_of(self.param_groups[0]) is not None:
-            checkpoint.write(self.param_groups, live, settings, delta_unit=self._units.of_scale(live))
-
-    def _hold_tuner(self) -> None:
-        """The groups always hold the tuner's keys: loaders look for them there."""
-        if holds_tuner(self.param_groups):  # the base had loaded a mechanized checkpoint
-            checkpoint.check_tuner(self.param_groups, self.settings)
-            self._write_tuner()
-            return
-        self._has_history = bool(self.state)
-        with with_real_tensors():
-            self._write(Progress.new(self.settings, tuners=self._tuners(), device=torch.device("cpu")))
-
-    def _write_tuner(self) -> None:
-        self._write(self._progress)
-
-    def _write(self, progress: Progress) -> None:
-        if not self._is_plain:
-            checkpoint.write(self.param_groups, progress, self.settings, delta_unit=self._units.of_scale(progress))
-
-    @contextmanager
-    def loading_plain(self) -> Iterator[None]:
-        """Lets torch.distributed.checkpoint load what was saved without Mechanic.
-
-            with opt.loading_plain():
-                states = get_optimizer_state_dict(model, opt)
-                dcp.load(states, checkpoint_id=folder)
-                set_optimizer_state_dict(model, opt, states)
-
-        It refuses a checkpoint that lacks a key of the optimizer's: within, the optimizer has none of Mechanic's. What
-        Mechanic had learned is dropped, and it starts afresh from the weights it then finds.
-        """
-        checkpoint.strip(self.param_groups, self.state)
-        self._is_plain = True
-        try:
-            yield
-        finally:
-            self._is_plain = False
-            self._live = None
-            self._hold_tuner()
-            self._create_eager_state()
-
-    def _create_eager_state(self) -> None:
-        """Bases that fill their state when built get no dry run: a load would find no place for the references."""
-        if checkpoint.is_released(self.param_groups):
-            return
-        rows = self._progress.tuner.rows if holds_tuner(self.param_groups) else []
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state.get(p)
-                if isinstance(state, dict) and state and not {REF, DELTA} & state.keys():
-                    self._slots.begin(p, state, has_master=False)
-                    if rows and rows[self._progress.tuner_of(group)].played > 0 and self._slots.is_default:
-                        self._slots.put(p, state, REF, local(p))
+        self._keeper.write(progress)
+        self._keeper.create_eager_state()
 
     def _params(self) -> list[Tensor]:
         """The same list as before, as long as they are the same."""
-        lists, before = [group["params"] for group in self.param_groups], self._known_params
-        if sum(map(len, lists)) != len(before) or not all(map(operator.is_, chain.from_iterable(lists), before)):
-            self._known_params = list(chain.from_iterable(lists))
+        params = [p for group in self.base.param_groups for p in group["params"]]
+        if list(map(id, params)) != list(map(id, self._known_params)):
+            self._known_params, self._has_data = params, not is_fake(params)
         return self._known_params
+
+    # ---------------------------------------------------------------- checkpoints, pickles and copies
 
     def state_dict(self) -> StateDict:
         """The base's state dict with Mechanic's entries in it. Waits for the device."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        self._write_tuner()
-        if self._is_plain:
+        self._keeper.write()
+        if self._keeper.is_plain:
             checkpoint.strip((), self.state)  # of what a dry run has put there
         state_dict = self.base.state_dict()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -251,29 +182,47 @@ class Wrapper(Delegate):
         show_scales(self.param_groups, self._itself)
         ids = (i for group in plain["param_groups"] for i in group["params"])
         checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state, self._slots.dtypes)
-        self._live = self._dry_state = self._last_lrs = None
+        self._dry_state = None
         self._last.clear()
+        self._keeper.forget()
         if not holds_tuner(self.param_groups):
             warnings.warn(
                 "the loaded state has no Mechanic in it: the base's moments are kept, and the scale is learned again "
                 "from the current weights.",
                 stacklevel=2,
             )
-        self._hold_tuner()
-        self._create_eager_state()
+        self._keeper.hold()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def reread_groups(self) -> None:
+        """Reads the tuner from the param groups at its next use: for engines that replace them."""
+        self._keeper.forget()
+
+    def loading_plain(self) -> AbstractContextManager[None]:
+        """Lets torch.distributed.checkpoint load what was saved without Mechanic.
+
+            with opt.loading_plain():
+                states = get_optimizer_state_dict(model, opt)
+                dcp.load(states, checkpoint_id=folder)
+                set_optimizer_state_dict(model, opt, states)
+
+        It refuses a checkpoint that lacks a key of the optimizer's: within, the optimizer has none of Mechanic's. What
+        Mechanic had learned is dropped, and it starts afresh from the weights it then finds.
+        """
+        return self._keeper.loading_plain()
+
     def __getstate__(self) -> dict[str, Any]:
         """Without hooks, the `step` that a scheduler plants on an instance, and the group, which has no pickle."""
-        self._write_tuner()
+        self._keeper.write()
         kept = ("base", "settings", "sync_replicas", "backend", "max_grad_norm", "delta_dtype")
-        return {name: getattr(self, name) for name in (*kept, "_has_history")}
+        return {**{name: getattr(self, name) for name in kept}, "_has_history": self._keeper.has_history}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = {"group": None, **state}
+        has_history = state.pop("_has_history")
         self.__dict__.update(state)
-        self.group = None
-        self._start()
+        self._start(has_history=has_history)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
@@ -292,7 +241,104 @@ class Wrapper(Delegate):
         lines += [f"Mechanic: {', '.join(f'{key}={value!r}' for key, value in mine.items() if value is not None)}"]
         return "\n".join([*lines, ")"])
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "max_grad_norm":  # may be changed during training
-            check_max_grad_norm(value)
-        super().__setattr__(name, value)
+    # ---------------------------------------------------------------- what people and loggers read
+
+    @property
+    def learned(self) -> Tensor:
+        """As `learned_lrs`, on the device."""
+        progress = self._keeper.progress
+        far, time, top = (progress.tuner.column(name)[:, 0] for name in ("travelled", "elapsed", "lr"))
+        peaks = torch.where(time > 0, far / time.clamp(min=1e-300) * top / self._keeper.unit, 0.0)
+        owners = [progress.tuner_of(group) for group in self.param_groups]
+        first = [progress.lr_refs.get(place, 0.0) for place in range(len(owners))]
+        largest = [max(lr for lr, o in zip(first, owners, strict=True) if o == owner) for owner in owners]
+        shares = [lr / highest if highest > 0 else 1.0 for lr, highest in zip(first, largest, strict=True)]
+        return torch.stack([peaks[owner] * share for owner, share in zip(owners, shares, strict=True)])
+
+    @property
+    def learned_lrs(self) -> list[float]:
+        """The learned learning rate of each group. Synchronises with the device.
+
+        The peak of the schedule times the mean scale: the fixed peak that would have taken the run as far. This is the
+        number to write into a plain optimizer. 0 before anything was learned.
+        """
+        numbers: list[float] = self.learned.tolist()
+        return numbers
+
+    @property
+    def learned_lr(self) -> float:
+        """The largest of `learned_lrs`."""
+        return max(self.learned_lrs, default=0.0)
+
+    @property
+    def scale(self) -> Tensor:
+        """The learned factor on the learning rate, a 0-dim tensor; with `scope="group"` the largest group's."""
+        return self.scales.max()
+
+    @property
+    def scales(self) -> Tensor:
+        """The learned factor of each param group."""
+        return (self._keeper.progress.tuner.played / self._keeper.unit).expand(len(self.param_groups))
+
+    @property
+    def effective_lrs(self) -> list[float]:
+        """For each group, scale times the lr of the last step: what a plain optimizer's lr would be.
+
+        Synchronises with the device.
+        """
+        return [s * float(lr) for s, lr in zip(self.scales.tolist(), self.lrs, strict=True)]
+
+    def get_avg_learning_rate(self) -> float:
+        """The mean of `effective_lrs` over all weights, under the name that ai-toolkit looks for.
+
+        Synchronises with the device.
+        """
+        return average(self.effective_lrs, self.param_groups)
+
+    @property
+    def lrs(self) -> list[float | Tensor]:
+        """For each group the lr of the last step, which a scheduler may have changed since; 1 for a base without."""
+        noted = self._last.get("lrs", [])
+        lrs = noted + [group.get("lr") for group in self.param_groups[len(noted) :]]
+        return [1.0 if lr is None else lr for lr in lrs]
+
+    @property
+    def tuner(self) -> Tuner:
+        """The tuner's vectors, in units of the base's own learning rate."""
+        state, unit = self._keeper.progress.tuner, self._keeper.unit
+        s, r, m, v = (state.column(name) for name in "srmv")
+        if self.settings.rule != "relative":
+            m, v = m * unit, v * unit**2
+        s, r, m, v = (t if self.settings.scope == "group" else t[0] for t in (s / unit, r, m, v))
+        return Tuner(s, r.clone(), m.clone(), v.clone(), state.flat[-2].clone())  # a recorded step writes them over
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients that the last step was given, on all ranks, before it clipped them: 0-dim.
+
+        0 before the first step; not finite where that is why a step was skipped.
+        """
+        sums, device = self._last.get("sums", [0.0]), self._keeper.progress.tuner.device
+        return gradient_norm(torch.as_tensor(sums, dtype=torch.float64, device=device))
+
+    def metrics(self) -> dict[str, float]:
+        """What to log, as python floats. Synchronises with the device once."""
+        progress, groups = self._keeper.progress, len(self.param_groups)
+        hs = progress.tuner.column("h")[:, 0] * self._keeper.unit
+        packed = torch.cat([self.scales, hs, progress.tuner.flat[-2:], self.grad_norm.view(1)]).tolist()
+        scales, h, (steps, skipped, norm) = packed[:groups], packed[groups:-3], packed[-3:]
+        lrs = self.effective_lrs
+        metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
+        metrics["mechanic/grad_norm"] = norm
+        if groups > 1:
+            for name, scale, lr in zip(names_of(self.param_groups), scales, lrs, strict=True):
+                metrics[f"mechanic/scale/{name}"], metrics[f"mechanic/effective_lr/{name}"] = scale, lr
+        if skipped:
+            self._warn_of_skips(progress)
+        return {**metrics, "mechanic/steps": steps, "mechanic/skipped_steps": skipped}
+
+    def _warn_of_skips(self, progress: Progress) -> None:
+        steps, skipped = map(int, progress.tuner.counts)
+        text = self._skips.warning(self.param_groups, steps=steps, skipped=skipped)
+        if text is not None:
+            warnings.warn(text, stacklevel=3)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.checkpoints.state import Progress
+from mechanic_plugins.kernels import gpu_tuner
 from mechanic_plugins.kernels.cuda import Habit, captured, is_capturing
 from mechanic_plugins.kernels.table import Mailbox
 from mechanic_plugins.optimizer.tuning import Inputs, Tuning
@@ -60,7 +61,7 @@ class Recorder:
 
     def _record(self, plan: FusedPlan, key: Any, *made_with: Any) -> Recording | None:
         try:
-            return Recording(plan, key, self._tuning, *made_with)
+            return Recording(plan, key, *made_with)
         except RuntimeError as error:
             _log.info("steps are not recorded as CUDA graphs: %s", error)
             self._can_record = False
@@ -95,7 +96,6 @@ class Recording:
         self,
         plan: FusedPlan,
         key: Any,
-        tuning: Tuning,
         inputs: Inputs,
         progress: Progress,
         max_grad_norm: float | None,
@@ -111,8 +111,9 @@ class Recording:
             return plan.device_sums(tuners, device)
 
         def move(sums: Tensor) -> Tensor:
-            state, scales = tuning.launch(
-                progress.tuner.with_flat(self._row), sums, inputs, self.lrs.of_tuners, max_grad_norm
+            given = inputs._replace(lrs=self.lrs.of_tuners)._asdict()
+            state, scales = gpu_tuner.launch(
+                progress.tuner.with_flat(self._row), sums, **given, max_grad_norm=max_grad_norm
             )
             for batch, lr in zip(plan.batches, self.lrs.of_batches, strict=True):
                 batch.apply(scales, lr)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import DELTA, MASTER, REF
-from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.distributed.sharding import is_dtensor
 
-__all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_narrow_delta", "refuse_release", "refuse_sparse"]
+__all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_release", "refuse_scale_of_zero", "refuse_sparse"]
 
 
 def refuse_sparse(p: Tensor) -> None:
@@ -44,19 +44,19 @@ def refuse_release(base: Optimizer, *, by_engine: bool) -> None:
             "freeze(release=True) cannot give memory back under DeepSpeed: the engine holds views of the optimizer's "
             "state. Use freeze(), or save a checkpoint and go on without Mechanic at the learned lr."
         )
-    if not known_bases.is_linear_in_lr(base):
+    if not known_bases.is_linear_in_lr(type(base)):
         raise ValueError(
             f"freeze(release=True) steps the base at scale * lr, and updates of {type(base).__name__} are not known to "
             "be proportional to its lr: use freeze(). If they are, say so by a class attribute, linear_in_lr = True."
         )
 
 
-def refuse_narrow_delta(settings: Settings, delta_dtype: torch.dtype | None) -> None:
-    """A sum of updates would lose those that are smaller than its rounding."""
-    if settings.rule != "relative" and delta_dtype == torch.bfloat16:
-        raise ValueError(
-            f"delta_dtype=torch.bfloat16 is for the default rule, got rule={settings.rule!r}: a published rule sums "
-            "all updates up, and bfloat16 would lose the small ones. Leave delta_dtype out."
+def refuse_scale_of_zero(progress: Progress) -> None:
+    """Nothing would train."""
+    if not any(row.played > 0 for row in progress.tuner.rows):
+        raise RuntimeError(
+            "freeze() would hold a scale of 0, at which nothing trains: no scale was learned yet. Call it after the "
+            "first three steps with a gradient."
         )
 
 

@@ -6,48 +6,67 @@ the base's step at the learned scale.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.param_state import is_16_bit
 from mechanic_plugins.core.relative import OUTLIER
-from mechanic_plugins.core.tuner import SUMS, clip_factor
+from mechanic_plugins.core.row import Row
+from mechanic_plugins.core.tuner import SUMS, Decision, clip_factor
 from mechanic_plugins.core.tuner_state import TunerState, initial_state
 from mechanic_plugins.distributed.engines import refuse_unattached
-from mechanic_plugins.distributed.reduction import Reduction
-from mechanic_plugins.distributed.sharding import Counting, align_gradients, is_fake, reduction_for
+from mechanic_plugins.distributed.reduction import Reduction, Shares
+from mechanic_plugins.distributed.sharding import align_gradients, shares_of
 from mechanic_plugins.kernels.cuda import is_capturing
-from mechanic_plugins.optimizer.delegate import Group, hooked
-from mechanic_plugins.optimizer.freezing import Freezing, refuse_scale_of_zero
+from mechanic_plugins.optimizer.interface import Group, Wrapper
 from mechanic_plugins.optimizer.overlaps import refuse_overlaps
-from mechanic_plugins.optimizer.recording import Recorder
-from mechanic_plugins.optimizer.refusals import refuse_foreign, refuse_mixed_groups, refuse_sparse
-from mechanic_plugins.optimizer.tuning import Tuning, has_lr_zero
+from mechanic_plugins.optimizer.refusals import (
+    refuse_foreign,
+    refuse_mixed_groups,
+    refuse_release,
+    refuse_scale_of_zero,
+    refuse_sparse,
+)
+from mechanic_plugins.optimizer.tuning import has_lr_zero
 from mechanic_plugins.passes.masters import are_usable
-from mechanic_plugins.passes.plan import Closure, Decision, Entry, Part, Plan, Sums, add_sizes, batches_of_parts
+from mechanic_plugins.passes.plan import Closure, Entry, Plan, Sums, add_sizes, batches_of_parts
 
-__all__ = ["MechanicOptimizer"]
+__all__ = ["MechanicOptimizer", "is_called_by"]
 
 
-class MechanicOptimizer(Freezing):
+def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with what torch puts around it, hooks and a mark for profilers, but only where they are in use.
+
+    The mark takes the host longer than the launch of a whole step on a GPU.
+    """
+    marked = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        has_hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        is_seen = has_hooks or torch._C._autograd._profiler_enabled()
+        return (marked if is_seen else step)(self, *args, **kwargs)
+
+    wrapper.hooked = True  # type: ignore[attr-defined]  # torch does not put it around once more
+    return wrapper
+
+
+class MechanicOptimizer(Wrapper):
     """What `mechanize` returns: build it there."""
-
-    def _start(self) -> None:
-        super()._start()
-        self._counted: tuple[Sequence[Tensor], Counting] | None = None
-        self._tuning = Tuning(self.base, self.settings, self._units)
-        self._recorder = Recorder(self._tuning)
-        self._decision: Decision | None = None
 
     @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
     @hooked
@@ -63,21 +82,29 @@ class MechanicOptimizer(Freezing):
         had_grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as torch.no_grad(), which takes ten calls
         try:
-            return self._step(closure)
+            if self._dry_state is not None:
+                self._leave_dry_run()
+            if closure is None and not self.base.state and self._is_dry_run():
+                return self._make_dry_run()
+            loss = None
+            if closure is not None:
+                closure, loss = self._evaluated(closure)
+            params = self._params()
+            if self._has_data:
+                result = self._train(closure, params)
+                return result if loss is None else loss
+            self._make_dry_run()  # nothing can be learned; what a step allocates can be counted
+            return loss
         finally:
             torch._C._set_grad_enabled(had_grad)
 
-    def _step(self, closure: Closure | None) -> Any:
-        self._leave_dry_run()
-        if closure is None and self._is_dry_run():
-            return self._make_dry_run()
-        closure, loss = _evaluated(closure, self._refuse_second_evaluation if self.max_grad_norm is not None else None)
-        params = self._params()
-        if is_fake(params):  # nothing can be learned from tensors without data; what a step allocates can be counted
-            self._make_dry_run()
-            return loss
-        result = self._train(closure, params)
-        return result if loss is None else loss
+    def _evaluated(self, closure: Closure) -> tuple[Closure, Any]:
+        """The loss, and a closure for the base whose first call returns it; another computes it again, or refuses."""
+        again = torch.enable_grad()(closure)
+        loss = again()
+        cached = [loss]
+        otherwise = again if self.max_grad_norm is None else self._refuse_second_evaluation
+        return lambda: cached.pop() if cached else otherwise(), loss
 
     def _refuse_second_evaluation(self) -> None:
         raise RuntimeError(
@@ -87,53 +114,54 @@ class MechanicOptimizer(Freezing):
         )
 
     def _train(self, closure: Closure | None, params: Sequence[Tensor]) -> Any:
-        progress = self._progress
+        progress = self._keeper.progress
         by_kernel = self._leaves_to_device(progress)
         plan = self._plan(progress, params, by_kernel)
         if self._decision is not None:
-            return plan.apply(self._decision, unit=self._units.of_scale(progress), closure=closure)
-        reduction = self._counting(params).reduction
+            return plan.apply(self._decision, unit=self._keeper.unit, closure=closure)
+        reduction, before = self._shares(params).reduction, progress.tuner
         if by_kernel:
-            return self._train_on_device(plan, progress, reduction, closure)
-        sums = self._reduced(self._sums(plan, progress), reduction)
-        if self._was_false_start(sums, progress):
-            self._forget_start(progress)
-            return self._train(closure, params)
-        before = progress.tuner
-        decision = self._decide(sums, progress)
-        if not decision.applied:
+            decision = self._decide_on_device(plan, progress, reduction)
+        else:
+            new = self._tuning.beginning(before.rows)
+            sums = self._sums(plan, before, reduction, new)
+            if new and self._was_false_start(sums, before.rows):
+                self._forget_start(progress)
+                return self._train(closure, params)
+            decision = self._decide(sums, progress)
+        if decision is None or decision.applied is False:
             return None
-        with nullcontext() if reduction.spans_ranks else _restored_on_error(progress, before):
-            return plan.apply(decision, unit=self._units.of_scale(progress), closure=closure)
+        try:
+            return plan.apply(decision, unit=self._tuning.units.of_scale(progress), closure=closure)
+        except BaseException:
+            if not reduction.spans_ranks:  # where ranks decide together, those that do not fail have moved on
+                progress.tuner = before
+            raise
 
-    def _train_on_device(self, plan: Plan, progress: Progress, reduction: Reduction, closure: Closure | None) -> Any:
-        """The same without waiting for it, where the base can be told there."""
+    def _decide_on_device(self, plan: Plan, progress: Progress, reduction: Reduction) -> Decision | None:
+        """Without waiting for it, where the base can be told there. None where a recording has made the step."""
         recording = self._recorder.find(
             plan, progress, max_grad_norm=self.max_grad_norm, spans_ranks=reduction.spans_ranks
         )
         is_told = plan.decides_on_device()
         sums = self._device_sums(plan, progress, is_told) if recording is None else recording.sums()
-        self._last["sums"] = sums = reduction.start(sums)()
+        self._last["sums"] = sums = reduction(sums)
         self._note_lrs()
         if recording is not None:
             recording.play(sums, progress)
             return None
-        before = progress.tuner
         decision = self._tuning.by_kernel(sums, progress, self.max_grad_norm)
         decision = decision if is_told else decision.on_host()
         is_seen = not isinstance(decision.applied, Tensor) or decision.applied.device.type == "cpu"
         if is_seen and not decision.applied and progress.tuner.counts[1] > 0:
             self._warn_of_skips(progress)
-        if decision.applied is False:
-            return None
-        with nullcontext() if reduction.spans_ranks else _restored_on_error(progress, before):
-            return plan.apply(decision, unit=self._units.of_scale(progress), closure=closure)
+        return decision
 
     def _device_sums(self, plan: Plan, progress: Progress, is_told: bool) -> Tensor:
         tuners, device = len(progress.tuner), progress.tuner.device
         if is_told:
             return plan.device_sums(tuners, device)
-        return torch.tensor(plan.sums(tuners, [False] * tuners), dtype=torch.float64, device=device)
+        return torch.tensor(plan.sums([False] * tuners), dtype=torch.float64, device=device)
 
     def _leaves_to_device(self, progress: Progress) -> bool:
         device, is_free = progress.tuner.device, not progress.released
@@ -156,22 +184,17 @@ class MechanicOptimizer(Freezing):
             has_begun=by_kernel,
         )
 
-    def _sums(self, plan: Plan, progress: Progress) -> Sums:
-        """This rank's. The first gradients also tell how large the weights are."""
-        rows, new = progress.tuner.rows, self._tuning.beginning(progress)
-        sums = plan.sums(len(rows), [row.played == 0 for row in rows])
+    def _sums(self, plan: Plan, tuner: TunerState, reduction: Reduction, new: Mapping[int, bool]) -> Sums:
+        """Of all ranks. The first gradients of new tuners also tell how large the weights are."""
+        sums = plan.sums([row.played == 0 for row in tuner.rows])
         if new:
             add_sizes(plan.batches, sums, new)
-        return sums
-
-    def _reduced(self, sums: Sums, reduction: Reduction) -> Sums:
         if not reduction.spans_ranks:
             return sums
-        vector = torch.tensor(sums, dtype=torch.float64, device=self._progress.tuner.device)
-        numbers: Sums = reduction.start(vector)().tolist()
+        numbers: Sums = reduction(torch.tensor(sums, dtype=torch.float64, device=tuner.device)).tolist()
         return numbers
 
-    def _was_false_start(self, sums: Sums, progress: Progress) -> bool:
+    def _was_false_start(self, sums: Sums, rows: Sequence[Row]) -> bool:
         """Whether the one gradient so far is far longer or shorter than this one. The weights have not moved yet.
 
         Which of the two is the odd one the next step shows. A scale by the first would be as far off as that is.
@@ -179,8 +202,7 @@ class MechanicOptimizer(Freezing):
         Never for a base whose state cannot be dropped: it was there before the first step, or an engine has views of
         it. DeepSpeed's engines therefore keep such a gradient; those that call `decide` do not come here at all.
         """
-        rows = progress.tuner.rows
-        if self.settings.rule != "relative" or self._has_history or self.count is not None:
+        if self._keeper.has_history or self.shares_by_engine is not None:
             return False
         if max([row.gradients for row in rows]) != 1:
             return False
@@ -192,8 +214,8 @@ class MechanicOptimizer(Freezing):
     def _forget_start(self, progress: Progress) -> None:
         """Starts over with this step: the outlier would stay in the base's moments."""
         self.state.clear()
-        self._forget_plans()  # they hold what was cleared
-        constants, tuner = self._units.constants(progress), progress.tuner
+        self._planner.forget()  # they hold what was cleared
+        constants, tuner = self._tuning.units.constants(progress), progress.tuner
         new = initial_state(constants, tuners=len(tuner), device=tuner.device)
         progress.tuner, progress.unit = new.with_rows(new.rows, (0.0, tuner.counts[1])), 0.0
 
@@ -211,7 +233,7 @@ class MechanicOptimizer(Freezing):
 
         Those that a person has frozen stay where they are and are not counted.
         """
-        weights = self._counting(params).weights if self._decision is None else {}
+        weights = self._shares(params).weights if self._decision is None else {}
         align_gradients(params)
         entries, rows, is_kept = [], progress.tuner.rows, not progress.released
         for group in self.param_groups:
@@ -227,39 +249,79 @@ class MechanicOptimizer(Freezing):
                     entries.append(Entry(p, group, index, weights.get(id(p), 1.0)))
         return entries
 
-    def _counting(self, params: Sequence[Tensor]) -> Counting:
-        if self._counted is None or self._counted[0] is not params:
+    def _shares(self, params: Sequence[Tensor]) -> Shares:
+        if self._known_shares is None or self._known_shares[0] is not params:
             refuse_mixed_groups(self.param_groups)
             refuse_overlaps(params)
-            self._counted = params, self._count(params)
-        return self._counted[1]
+            if self.shares_by_engine is None:
+                refuse_unattached(self)
+                shares = shares_of(params, group=self.group, sync_replicas=self.sync_replicas)
+            else:
+                shares = self.shares_by_engine(params)
+            self._known_shares = params, shares
+        return self._known_shares[1]
 
-    def _count(self, params: Sequence[Tensor]) -> Counting:
-        if self.count is not None:  # an engine that has cut the parameters up knows how its batches add up
-            return self.count(params)
-        refuse_unattached(self)
-        return reduction_for(params, group=self.group, sync_replicas=self.sync_replicas)
+    def _note_lrs(self) -> None:
+        """A scheduler may change the lr before the effective one is read."""
+        self._last["lrs"] = [
+            lr.detach().clone() if isinstance(lr := dict.get(group, "lr"), Tensor) else lr
+            for group in self.base.param_groups
+        ]
+
+    # ---------------------------------------------------------------- holding the scale
+
+    def freeze(self, *, release: bool = False) -> None:
+        """Holds the scale where it is; training goes on with it.
+
+        Args:
+            release: Give the memory of the references back: from now on a step is the base's own, at scale * lr, and
+                weights in 16 bits are rounded as the base alone rounds them. `unfreeze` begins with new references.
+
+        Raises:
+            ValueError: The base's updates are not proportional to lr, or an engine has views of its state.
+            RuntimeError: Nothing was learned yet.
+        """
+        if release:
+            refuse_release(self.base, by_engine=self.shares_by_engine is not None)
+        progress = self._keeper.progress
+        if not (release and progress.tuner.counts[0] == 0):  # a new one is about to load what a released one has saved
+            refuse_scale_of_zero(progress)
+        progress.frozen, progress.released = True, release or progress.released
+        if release:
+            rows = [row.copy() for row in progress.tuner.rows]
+            for row in rows:
+                row.path = 0.0  # the next references begin a new one
+            progress.tuner = progress.tuner.with_rows(rows)
+            checkpoint.strip((), self.state)
+            self._planner.forget()  # they hold what was dropped
+            self._keeper.write()
+
+    def unfreeze(self) -> None:
+        """Tunes again, from where the tuner was."""
+        progress = self._keeper.progress
+        was_released, progress.frozen, progress.released = progress.released, False, False
+        if was_released:
+            self._keeper.write()
 
     # ---------------------------------------------------------------- for engines that step part by part
 
     def local_sums(self, parts: Sequence[tuple[Group, Tensor, Tensor, Tensor | None]]) -> Tensor:
         """What `decide` takes, of an engine's parts: param group, weights, gradient and what is kept for them."""
-        progress = self._progress
+        progress = self._keeper.progress
         rows = progress.tuner.rows
-        batches = batches_of_parts(
-            self.base, [Part(g, progress.tuner_of(g), x, grad, kept) for g, x, grad, kept in parts]
-        )
+        entries = [(Entry(x, g, progress.tuner_of(g), 1.0), grad, kept) for g, x, grad, kept in parts]
+        batches = batches_of_parts(self.base, entries)
         sums, is_default = [0.0] * (len(SUMS) * len(rows) + 1), self._slots.is_default
         with_decay = not is_default and bool(self.settings.s_decay)
         for batch in batches:
             is_difference = is_default and rows[batch.tuner_index].played > 0
             batch.add_sums(sums, is_waiting=not is_difference, with_dx=with_decay, with_xx=with_decay)
-        add_sizes(batches, sums, self._tuning.beginning(progress))
+        add_sizes(batches, sums, self._tuning.beginning(rows))
         return torch.tensor(sums, dtype=torch.float64, device=progress.tuner.device)
 
     def decide(self, sums: Tensor) -> Decision:
         """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
-        return self._decide(sums.tolist(), self._progress)
+        return self._decide(sums.tolist(), self._keeper.progress)
 
     @contextmanager
     def applying(self, decision: Decision) -> Iterator[None]:
@@ -277,46 +339,26 @@ class MechanicOptimizer(Freezing):
 
         A user's first step may look the same, so the caller counts.
         """
-        return not self.state and has_lr_zero(self.base) and _is_called_by("torch.distributed.checkpoint.state_dict")
+        return has_lr_zero(self.base) and is_called_by("torch.distributed.checkpoint.state_dict")
 
     def _make_dry_run(self) -> None:
         self.base.step()
         stepped = [p for p in self._params() if p.grad is not None]
-        coarse = [p for p in stepped if is_16_bit(p.dtype)]
-        has_masters = self._slots.is_default and bool(coarse) and are_usable(self.base, coarse)
+        has_masters = self._slots.is_default and are_usable(self.base, stepped)
         for p in () if checkpoint.is_released(self.param_groups) else stepped:
             self._slots.begin(p, self.state[p], has_master=has_masters and is_16_bit(p.dtype))
         self._dry_state = self.state
 
     def _leave_dry_run(self) -> None:
         """If no state was loaded after the dry run, drop what it made: Adam would count it as a step."""
-        if self._dry_state is not None and self._dry_state is self.state:
-            self.state.clear()
+        if self._dry_state is self.base.state:
+            self.base.state.clear()
         self._dry_state = None
 
 
-def _is_called_by(module: str) -> bool:
+def is_called_by(module: str) -> bool:
+    """Whether a function of that module is among the callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
     return frame is not None
-
-
-def _evaluated(closure: Closure | None, refuse: Closure | None) -> tuple[Closure | None, Any]:
-    """The loss, and a closure for the base whose first call returns it; another one computes it again, or refuses."""
-    if closure is None:
-        return None, None
-    again = torch.enable_grad()(closure)
-    loss = again()
-    cached = [loss]
-    return lambda: cached.pop() if cached else (refuse or again)(), loss
-
-
-@contextmanager
-def _restored_on_error(progress: Progress, before: TunerState) -> Iterator[None]:
-    """The tuner, where the base raises. Not where ranks decide together: those that do not fail have moved on."""
-    try:
-        yield
-    except BaseException:
-        progress.tuner = before
-        raise

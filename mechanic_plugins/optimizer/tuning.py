@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.checkpoints.state import Progress
-from mechanic_plugins.core import known_bases, tuner
+from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.relative import BEGINNING
 from mechanic_plugins.core.row import Row
-from mechanic_plugins.core.schedule import Schedule
+from mechanic_plugins.core.schedule import scheduled_lr
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner_state import TunerState
+from mechanic_plugins.core.tuner import Decision, decide
 from mechanic_plugins.kernels import gpu_tuner
 from mechanic_plugins.optimizer.units import Units
-from mechanic_plugins.passes.plan import Decision
 
 __all__ = ["Inputs", "Tuning", "has_lr_zero"]
 
@@ -27,7 +26,7 @@ class Inputs(NamedTuple):
     """What the host knows of a step before it is decided: the constants in the units of the scale, and the schedule."""
 
     settings: Settings
-    lrs: list[float | Tensor]
+    lrs: Sequence[float | Tensor] | Tensor
     """For each tuner."""
     hold: bool
     """Whether the scale stays."""
@@ -39,38 +38,35 @@ class Tuning:
     def __init__(self, base: Optimizer, settings: Settings, units: Units) -> None:
         self.base, self.settings, self.units = base, settings, units
         self._ignores_schedule = known_bases.ignores_a_schedule(base)
-        self._constants: dict[tuple[tuple[float, float], torch.device], Tensor] = {}
+        self._heeds_zero = not self._ignores_schedule and settings.rule not in ("experiments", "optax")
+        """Whether the scale stays at a learning rate of 0, which must move nothing.
 
-    def beginning(self, progress: Progress) -> dict[int, bool]:
+        The two rules that start with a scale above 0 take such a step as published: their warm-ups would differ.
+        """
+
+    def beginning(self, rows: Sequence[Row]) -> dict[int, bool]:
         """The tuners that begin, and whether they have seen no gradient yet: the default rule measures with those."""
         if self.settings.rule != "relative":
             return {}
-        rows = progress.tuner.rows
         return {index: row.size == 0 for index, row in enumerate(rows) if row.gradients < BEGINNING}
 
     def by_floats(self, sums: Sequence[float], progress: Progress, max_grad_norm: float | None) -> Decision:
         """Moves `progress` on. A skipped step leaves no trace there but the count, and the longest gradient."""
         lr_refs, unit = dict(progress.lr_refs), progress.unit
-        state, rows = progress.tuner, progress.tuner.copied_rows()
+        state, rows = progress.tuner, [row.copy() for row in progress.tuner.rows]
         inputs = self.inputs(progress, rows)
-        outcome = tuner.decide(
-            rows,
-            sums,
-            [float(lr) for lr in inputs.lrs],
-            inputs.settings,
-            hold=inputs.hold,
-            max_grad_norm=max_grad_norm,
-        )
-        if not outcome.applied:
+        lrs = list(map(float, inputs.lrs))
+        decision = decide(rows, sums, lrs, inputs.settings, hold=inputs.hold, max_grad_norm=max_grad_norm)
+        if not decision.applied:
             progress.lr_refs, progress.unit = lr_refs, unit
-            longest, rows = [row.longest for row in rows], state.copied_rows()
+            longest, rows = [row.longest for row in rows], [row.copy() for row in state.rows]
             for row, norm in zip(rows, longest, strict=True):
                 row.longest = norm
         steps, skipped = state.counts
-        progress.tuner = state.with_rows(rows, (steps + outcome.applied, skipped + outcome.skipped))
+        progress.tuner = state.with_rows(rows, (steps + bool(decision.applied), skipped + decision.skipped))
         if state.device.type == "cuda":  # the next step may be captured, and must find them there
-            self._constants_on(progress.tuner.flat.device, inputs.settings, max_grad_norm)
-        return Decision(outcome.applied, outcome.befores, outcome.afters, outcome.clip)
+            gpu_tuner.constants_on(progress.tuner.flat.device, inputs.settings.max_scale, max_grad_norm)
+        return decision
 
     def can_leave_to_device(self, progress: Progress) -> bool:
         """Whether a kernel may decide: all tuners that are trained have begun. Waits for the GPU before.
@@ -92,63 +88,27 @@ class Tuning:
 
     def by_kernel(self, sums: Tensor, progress: Progress, max_grad_norm: float | None) -> Decision:
         """The same on a GPU, without waiting for it."""
-        inputs = self.inputs(progress, ())
-        progress.tuner, scales = self.launch(progress.tuner, sums, inputs, inputs.lrs, max_grad_norm)
+        inputs = self.inputs(progress, ())._asdict()
+        progress.tuner, scales = gpu_tuner.launch(progress.tuner, sums, **inputs, max_grad_norm=max_grad_norm)
         return Decision.on_device(scales)
-
-    def launch(
-        self,
-        state: TunerState,
-        sums: Tensor,
-        inputs: Inputs,
-        lrs: Sequence[float | Tensor] | Tensor,
-        max_grad_norm: float | None,
-    ) -> tuple[TunerState, Tensor]:
-        """See `gpu_tuner.launch`."""
-        return gpu_tuner.launch(
-            state,
-            sums,
-            settings=inputs.settings,
-            constants=self._constants_on(sums.device, inputs.settings, max_grad_norm),
-            lrs=lrs,
-            hold=inputs.hold,
-            max_grad_norm=max_grad_norm,
-        )
-
-    def _constants_on(self, device: torch.device, settings: Settings, max_grad_norm: float | None) -> Tensor:
-        """Copied to the device once."""
-        key = gpu_tuner.constants_of(settings, max_grad_norm), device
-        if key not in self._constants:
-            self._constants[key] = torch.tensor(key[0], dtype=torch.float64, device=device)
-        return self._constants[key]
 
     def inputs(self, progress: Progress, rows: Sequence[Row]) -> Inputs:
         """Fixes the unit, if it is time for it, and looks at the learning rates."""
-        hold = not self.units.resolve(progress, rows) or self._holds(progress)
+        has_unit = self.units.resolve(progress, rows)
+        hold = not has_unit or progress.frozen or (self._heeds_zero and has_lr_zero(self.base))
         return Inputs(self.units.constants(progress), self._lrs(progress), hold)
-
-    def _holds(self, progress: Progress) -> bool:
-        """Whether the scale stays: frozen, or at a learning rate of 0, which must move nothing.
-
-        The two rules that start with a scale above 0 take such a step as published: their warm-ups would differ.
-        """
-        if progress.frozen:
-            return True
-        obeys = self.settings.rule not in ("experiments", "optax")
-        return obeys and not self._ignores_schedule and has_lr_zero(self.base)
 
     def _lrs(self, progress: Progress) -> list[float | Tensor]:
         """For each tuner where its groups' schedule stands, as a learning rate; 1 for a base without any."""
         tuners, groups, refs = len(progress.tuner), self.base.param_groups, progress.lr_refs
-        if len(groups) == 1 and 0 in refs and type(groups[0].get("lr")) is float and not self._ignores_schedule:
+        if len(groups) == 1 and 0 in refs and type(dict.get(groups[0], "lr")) is float and not self._ignores_schedule:
             return [groups[0]["lr"]]
-        if self._ignores_schedule or not any("lr" in group for group in self.base.param_groups):
+        if self._ignores_schedule or not any("lr" in group for group in groups):
             return [1.0] * tuners
-        schedules = [Schedule(progress.lr_refs) for _ in range(tuners)]
-        for group in self.base.param_groups:
-            index = progress.row_of(group) or 0
-            schedules[index if tuners > 1 else 0].add(group, progress.lr_refs, index)
-        return [schedule.lr() for schedule in schedules]
+        ceiling = max(refs.values(), default=math.inf)
+        placed = [(progress.row_of(group) or 0, group) for group in groups]
+        parts = [[each for each in placed if tuners == 1 or each[0] == tuner] for tuner in range(tuners)]
+        return [scheduled_lr(part, refs, ceiling) for part in parts]
 
 
 def has_lr_zero(base: Optimizer) -> bool:

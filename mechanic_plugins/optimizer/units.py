@@ -27,7 +27,7 @@ class Units:
 
     def __init__(self, base: Optimizer, settings: Settings) -> None:
         self.base, self.settings = base, settings
-        self._is_linear = known_bases.is_linear_in_lr(base)
+        self._is_linear = known_bases.is_linear_in_lr(type(base))
         self._constants: tuple[float, Settings] = (0.0, settings)
 
     def resolve(self, progress: Progress, rows: Sequence[Row]) -> bool:

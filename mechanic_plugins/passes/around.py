@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import MASTER, REF, is_16_bit
+from mechanic_plugins.core.tuner import Decision
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.passes import masters
 from mechanic_plugins.passes.base_step import BaseStep, is_discarded, warn_of_own_iterates
-from mechanic_plugins.passes.plan import Closure, Decision, Entry, Plan, exact
+from mechanic_plugins.passes.plan import Closure, Entry, Plan, exact
 from mechanic_plugins.passes.slots import Slots
 
-__all__ = ["AroundBase", "Released"]
+__all__ = ["AroundBase"]
 
 
 class Lent(NamedTuple):
@@ -41,27 +43,27 @@ class AroundBase(Plan):
         tuner_of: Sequence[int],
         slots: Slots,
         *,
+        keeps: bool = True,
         may_fuse: bool = False,
         by_kernels: bool = False,
         has_begun: bool = False,
     ) -> None:
         """`tuner_of` has an index for each param group.
 
-        `by_kernels`: Triton may take the sums. `has_begun`: a kernel may decide.
+        `keeps`: not after `freeze(release=True)`, when the sums are of the gradients alone. `by_kernels`: Triton may
+        take the sums. `has_begun`: a kernel may decide.
         """
-        super().__init__(base, entries, REF)
-        self.slots, self._tuner_of = slots, tuner_of
-        self._step_base = BaseStep(
-            base, self.params, may_fuse=may_fuse and not any(batch.is_sharded for batch in self.batches)
-        )
-        self._is_linear = known_bases.is_linear_in_lr(base)
-        coarse = [p for p in self.params if is_16_bit(p.dtype)]
-        self._uses_masters = bool(coarse) and masters.are_usable(base, coarse)
-        for batch in self.batches if self._uses_masters else ():
+        super().__init__(base, entries, slots.main)
+        self.slots, self._tuner_of, self._keeps = slots, tuner_of, keeps
+        self._step_base = BaseStep(base, self.params, may_fuse=may_fuse)
+        self._is_linear = known_bases.is_linear_in_lr(type(base))
+        self._uses_masters = keeps and masters.are_usable(base, self.params)
+        for batch in self.batches if self._uses_masters and slots.is_default else ():
             if is_16_bit(batch.params[0].dtype):
                 wides = [base.state.get(p, {}).get(MASTER) for p in batch.params]
                 batch.wides = wides if all(wide is not None for wide in wides) else None
                 self.is_complete = self.is_complete and batch.wides is not None
+        self.is_complete = self.is_complete or not keeps
         for batch in self.batches if by_kernels else ():
             batch.use_kernels()
         self._has_begun = has_begun and by_kernels and self.is_complete and self._is_linear
@@ -73,17 +75,16 @@ class AroundBase(Plan):
     # ---------------------------------------------------------------- the step
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None) -> Any:
-        if self._is_linear and (isinstance(decision.afters, Tensor) or self._have_scales(decision.afters)):
+        afters = decision.afters
+        if self._is_linear and (isinstance(afters, Tensor) or all(afters) or self._have_scales(afters)):
             return self._step_at_scale(decision, unit, closure)
         return self._step_apart(decision, unit, closure)
 
     def _have_scales(self, afters: Sequence[float]) -> bool:
-        if all(afters):
-            return True
         return all(afters[e.tuner_index] > 0 for e in self.entries if e.param.grad is not None)
 
     def _step_at_scale(self, decision: Decision, unit: float, closure: Closure | None) -> Any:
-        starts, lent = self._starts(decision), self._lent()
+        starts, lent = self._starts(decision), self._lent() if self._uses_masters else []
         groups, afters = self.base.param_groups, decision.afters
         lrs = [group["lr"] * (afters[i] / unit) for group, i in zip(groups, self._tuner_of, strict=True)]
         if isinstance(afters, Tensor):
@@ -96,13 +97,14 @@ class AroundBase(Plan):
             raise
         for each in lent:
             local(each.param).copy_(local(each.master))
-        self._keep(starts, lent)
+        if starts or lent:
+            self._keep(starts, lent)
         return result
 
     def _step_apart(self, decision: Decision, unit: float, closure: Closure | None) -> Any:
-        """Reads the update off the weights. An error leaves them as they were."""
-        starts, lent = self._starts(decision), self._lent()
-        moved = [entry for entry in self.entries if entry.param.grad is not None]
+        """Reads the updates off the weights. An error leaves them as they were."""
+        starts, lent = self._starts(decision), self._lent() if self._uses_masters else []
+        moved = [entry for entry in self.entries if entry.param.grad is not None or not self.slots.is_default]
         lost = [self._uses_masters and is_discarded(self.base, entry.param) for entry in moved]
         masters_of = {id(each.param): each.master for each in lent}
         stepped = [masters_of.get(id(entry.param), entry.param) for entry in moved]
@@ -117,8 +119,7 @@ class AroundBase(Plan):
                 local(x).copy_(old)
             self._keep(starts, lent)
             for entry, x, update, is_lost in zip(moved, stepped, updates, lost, strict=True):
-                if not is_lost:
-                    self._add(entry.param, x, update, float(decision.afters[entry.tuner_index]))
+                self._add(entry, x, update.zero_() if is_lost else update, decision)
         except BaseException:
             for x, old in zip(stepped, olds, strict=True):
                 local(x).copy_(old)
@@ -137,8 +138,9 @@ class AroundBase(Plan):
                 local(each.master).copy_(local(each.stand_in))
         return result
 
-    def _add(self, p: Tensor, x: Tensor, update: Tensor, after: float) -> None:
-        """`after` times the base's update; at 0 it waits. `x` is the parameter, or its master."""
+    def _add(self, entry: Entry, x: Tensor, update: Tensor, decision: Decision) -> None:
+        """The scale times the base's update; at 0 it waits. `x` is the parameter, or its master."""
+        p, after = entry.param, float(decision.afters[entry.tuner_index])
         if after == 0:
             local(self.base.state[p][REF]).add_(update)
             return
@@ -153,9 +155,9 @@ class AroundBase(Plan):
 
         At a tuner's first move these are all of its parameters: what had waited is dropped.
         """
-        first = [was == 0 < now for was, now in zip(decision.befores, decision.afters, strict=False)]
-        if self.is_complete and not any(first):
+        if not self._keeps or (self.is_complete and all(decision.befores)):
             return {}
+        first = [was == 0 < now for was, now in zip(decision.befores, decision.afters, strict=False)]
         starts: dict[Tensor, Tensor | None] = {}
         for group, index in zip(self.base.param_groups, self._tuner_of, strict=True):
             for p in group["params"]:
@@ -175,28 +177,15 @@ class AroundBase(Plan):
                 self.slots.put(p, state, REF, x)
 
     def _lent(self) -> list[Lent]:
-        if not self._uses_masters:
-            return []
         lent = []
-        for p in (
-            p for p in self.params if is_16_bit(p.dtype) and p.grad is not None and not is_discarded(self.base, p)
-        ):
+        for p in self.params:
+            if not is_16_bit(p.dtype) or p.grad is None or is_discarded(self.base, p):
+                continue
             master = self.base.state.get(p, {}).get(MASTER)
             if master is None:
-                master = self.slots.empty(p, MASTER)
+                master = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
                 local(master).copy_(local(p))
             else:
                 local(master).copy_(exact(local(p), local(master)))
             lent.append(Lent(p, master, masters.stand_in(p, master)))
         return lent
-
-
-class Released(AroundBase):
-    """After `freeze(release=True)`: nothing is kept, and the sums are of the gradients alone."""
-
-    def __init__(self, base: Optimizer, entries: Sequence[Entry], tuner_of: Sequence[int], slots: Slots) -> None:
-        super().__init__(base, entries, tuner_of, slots)
-        self._uses_masters, self.is_complete = False, True
-
-    def _starts(self, decision: Decision) -> dict[Tensor, Tensor | None]:
-        return {}

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.param_state import PREFIX, is_16_bit
-from mechanic_plugins.distributed.sharding import local
+from mechanic_plugins.distributed.sharding import is_dtensor, local
 from mechanic_plugins.passes.plan import Closure
 
 __all__ = ["BaseStep", "is_discarded", "warn_of_own_iterates"]
@@ -23,7 +23,8 @@ class BaseStep:
 
     def __init__(self, base: Any, params: Sequence[Tensor], *, may_fuse: bool) -> None:
         self.base, self._params = base, params
-        self._may_fuse = may_fuse and known_bases.can_fuse_on_cpu(base)
+        is_sharded = any(map(is_dtensor, params))
+        self._may_fuse = may_fuse and not is_sharded and known_bases.can_fuse_on_cpu(base)
         self._is_in_float32 = all(p.dtype == torch.float32 for group in base.param_groups for p in group["params"])
 
     def __call__(
@@ -38,13 +39,14 @@ class BaseStep:
         base, groups = self.base, self.base.param_groups
         fuses = self._may_fuse and self._have_rows()
         factors = self._factors(clip, applied, fuses)
-        before = [group.get("lr") for group in groups]
+        before = [dict.get(group, "lr") for group in groups]
         try:
             for group, lr in zip(groups, lrs, strict=bool(lrs)):
                 group["lr"] = lr
                 if fuses:
                     group["fused"] = True
-            vars(base).update(factors)
+            if factors:
+                vars(base).update(factors)
             return base.step() if closure is None else base.step(closure)
         finally:
             for group, lr in zip(groups, before, strict=True):
@@ -70,8 +72,9 @@ class BaseStep:
 
     def _have_rows(self) -> bool:
         """Whether the gradients are contiguous and of the weights' dtype, as all else was when the plan was made."""
-        pairs = [(p.grad, p.dtype) for p in self._params if p.grad is not None]
-        return False not in [grad.dtype == dtype and grad.is_contiguous() for grad, dtype in pairs]
+        grads = [p.grad for p in self._params if p.grad is not None]
+        have_dtypes = False not in [p.grad.dtype == p.dtype for p in self._params if p.grad is not None]
+        return have_dtypes and all(map(Tensor.is_contiguous, grads))
 
 
 def scale(grads: Sequence[Tensor], factor: float) -> None:

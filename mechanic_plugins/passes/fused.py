@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core.param_state import MASTER, REF, is_16_bit
+from mechanic_plugins.core.tuner import Decision
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.kernels import triton_support
 from mechanic_plugins.kernels.addresses import Kept
@@ -24,7 +25,7 @@ from mechanic_plugins.kernels.cuda import on
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.kernels.triton_support import processors, triton_type
 from mechanic_plugins.lion import Lion
-from mechanic_plugins.passes.plan import Batch, Closure, Decision, Entry, Group, Plan
+from mechanic_plugins.passes.plan import Batch, Closure, Entry, Group, Plan
 
 __all__ = ["FusedPlan", "can_fuse"]
 
@@ -135,8 +136,8 @@ class FusedBatch(Batch):
             return
         with on(self.device):
             kernels.fused_kernel[(min(tiles.count, _PROGRAMS * processors(self.device)),)](
-                batch.pointers,
-                batch.gradient_pointers,
+                batch.table.pointers,
+                batch.table.gradients,
                 tiles.blocks,
                 tiles.firsts,
                 tiles.count,
@@ -168,7 +169,7 @@ class FusedBatch(Batch):
         batch, constants = self.tensors, self.tensors.table.constant(logs)
         with on(self.device):
             kernels.adam_steps_kernel[(-(-count // _STEPS_BLOCK),)](
-                batch.pointers, batch.gradient_pointers, count, scales, constants, corrections,
+                batch.table.pointers, batch.table.gradients, count, scales, constants, corrections,
                 SIZE=_STEPS_BLOCK, num_warps=4,
             )  # fmt: skip
         return corrections

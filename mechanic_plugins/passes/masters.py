@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,11 @@ _SCALARS = ("step", "mu_product", "eta", "mu")
 """What torch's optimizers keep as one float32 number for a parameter."""
 
 
-def are_usable(base: Optimizer, params: Sequence[Tensor]) -> bool:
-    """Whether the base can step float32 copies of these 16-bit weights. Warns where it cannot."""
+def are_usable(base: Optimizer, params: Iterable[Tensor]) -> bool:
+    """Whether some of these weights have 16 bits, and the base can step float32 copies. Warns where it cannot."""
+    params = [p for p in params if is_16_bit(p.dtype)]
+    if not params:
+        return False
     reason = None if known_bases.is_torchs_own(base) else _why_not(base, params)
     if reason is not None:
         dtype = str(params[0].dtype).removeprefix("torch.")

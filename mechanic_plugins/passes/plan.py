@@ -12,22 +12,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic_plugins.core import known_bases
-from mechanic_plugins.core.tuner import SUMS
+from mechanic_plugins.core.tuner import SUMS, Decision
 from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.distributed.sharding import align_gradients, is_dtensor, local
 from mechanic_plugins.kernels import triton_support
 from mechanic_plugins.kernels.addresses import Kept
-from mechanic_plugins.kernels.dots import Dots, reals
-from mechanic_plugins.kernels.sizes import count_nonzero, sizes
+from mechanic_plugins.kernels.dots import Dots, count_nonzero, reals, sizes
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 
 __all__ = [
     "Batch",
     "Closure",
-    "Decision",
     "Entry",
     "Group",
-    "Part",
     "Plan",
     "Sums",
     "add_sizes",
@@ -52,39 +49,6 @@ class Entry(NamedTuple):
     weight: float
 
 
-class Decision(NamedTuple):
-    """What a step will do: in floats, or in tensors where a GPU has decided.
-
-    `befores` and `afters` are the scales that were and will be played, for each tuner. `clip` multiplies the gradients.
-    """
-
-    applied: bool | Tensor
-    befores: Sequence[float]
-    afters: Sequence[float] | Tensor
-    clip: float | Tensor
-    scales: Tensor | None = None
-
-    @classmethod
-    def on_device(cls, scales: Tensor) -> Decision:
-        """What `gpu_tuner.launch` has found."""
-        return cls(scales[0, 1], (), scales[:, 0], scales[0, 2], scales)
-
-    def on_host(self) -> Decision:
-        """In floats. Waits for the device, if that has decided; the weights have moved before then."""
-        if self.scales is None:
-            return self
-        rows = self.scales.tolist()
-        afters = [after for after, _, _ in rows]
-        return Decision(bool(rows[0][1]), afters, afters, rows[0][2])
-
-    def table(self, device: torch.device) -> Tensor:
-        """As `gpu_tuner.launch` gives it."""
-        if self.scales is not None:
-            return self.scales
-        rows = [[after, float(self.applied), self.clip] for after in self.afters]
-        return torch.tensor(rows, dtype=torch.float64, device=device)
-
-
 class Batch:
     """Parameters of one tuner, weight, dtype and device, and the tensors beside them that the sums are taken of.
 
@@ -100,6 +64,8 @@ class Batch:
         self.is_sharded = is_dtensor(self.params[0])
         self.is_complex = self.params[0].is_complex()
         self.device: torch.device = local(self.params[0]).device
+        self.given: list[Tensor | None] | None = None
+        """The gradients, where they are not the parameters' own."""
         self.refs: list[Tensor] | None = None
         self.wides: list[Tensor] | None = None
         self._kernels: TritonBatch | None = None
@@ -116,6 +82,8 @@ class Batch:
 
     def grads(self) -> list[Tensor | None]:
         """This rank's part of the gradients."""
+        if self.given is not None:
+            return self.given
         if self.is_sharded:
             align_gradients(self.params)
             return [local(p.grad) for p in self.params]
@@ -137,14 +105,15 @@ class Batch:
             self.add_device_sums(vector)
             out[:] = map(operator.add, out, vector.tolist())
             return
-        xs, grads = self.xs(), self.grads()
-        refs = [local(ref) for ref in self.refs] if self.refs and self.is_sharded else self.refs
-        present = len(grads) - sum(map(operator.is_, grads, itertools.repeat(None)))
-        wanted = {"is_difference": not is_waiting, "with_dx": with_dx or self.penalty != 0, "with_xx": with_xx}
-        if present == len(grads):
-            found = self._of(self._dots, xs, refs, grads, wanted)
-        else:
-            found = self._of_some(xs, refs, grads, wanted)
+        xs, grads, refs = self.xs(), list[Any](self.grads()), self.refs
+        refs = [local(ref) for ref in refs] if refs and self.is_sharded else refs
+        missing = sum(map(operator.is_, grads, itertools.repeat(None)))
+        if missing:
+            grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(xs, grads, strict=True)]
+        if self.is_complex:
+            xs, refs, grads = reals(xs), refs and reals(refs), reals(grads)
+        with_dx = with_dx or self.penalty != 0
+        found = self._dots.of(xs, refs, grads, is_difference=not is_waiting, with_dx=with_dx, with_xx=with_xx)
         (dg, gg, dd, dx, xx), weight, at = found, self.weight, len(SUMS) * self.tuner_index
         out[at + _DG] += self.sign * weight * dg
         out[at + _GG] += weight * gg
@@ -152,7 +121,7 @@ class Batch:
         out[at + _DX] += weight * dx
         out[at + _DD] += weight * dd
         out[at + _DP] += self.penalty * weight * dx
-        out[-1] += present
+        out[-1] += len(grads) - missing
 
     def use_kernels(self) -> None:
         """Has Triton take the sums, where it can."""
@@ -185,27 +154,10 @@ class Batch:
             out, tuner_index=self.tuner_index, weight=self.weight, maximize=self.sign < 0, penalty=self.penalty
         )
 
-    def _of(self, dots: Dots, xs: Any, refs: Any, grads: Any, wanted: dict[str, bool]) -> Sums:
-        if self.is_complex:
-            xs, refs, grads = (None if each is None else reals(each) for each in (xs, refs, grads))
-        return dots.of(xs, refs, grads, **wanted)
-
-    def _of_some(self, xs: Any, refs: Any, grads: Any, wanted: dict[str, bool]) -> Sums:
-        """Those with a gradient, and those without."""
-        sums = [0.0] * 5
-        for has_one in (True, False):
-            here = [index for index, grad in enumerate(grads) if (grad is not None) == has_one]
-            if not here:
-                continue
-            x, ref, grad = (each and [each[index] for index in here] for each in (xs, refs, grads))
-            dots = Dots([each.numel() * (1 + self.is_complex) for each in x], self.device)
-            sums = list(map(operator.add, sums, self._of(dots, x, ref, grad if has_one else None, wanted)))
-        return sums
-
     def add_sizes(self, out: Sums, *, is_first: bool) -> None:
         """With a tuner's first gradient, three sums where its <x, x>, <d, x> and <d, p> would be, which are 0 then.
 
-        With later gradients the last of the three alone, where <x, x> would be: see `kernels.sizes`.
+        With later gradients the last of the three alone, where <x, x> would be: see `kernels.dots.sizes`.
         """
         xs = [local(p) for p in self.params]
         pairs = [(x, grad) for x, grad in zip(xs, self.grads(), strict=True) if grad is not None]
@@ -241,34 +193,20 @@ def _batches(base: Optimizer, entries: Iterable[Entry], slot: str, make: type[Ba
     return batches
 
 
-class Part(NamedTuple):
-    """Some of the weights as an engine has cut them up, with the gradient and what is kept for them."""
-
-    group: Group
-    tuner_index: int
-    x: Tensor
-    grad: Tensor
-    kept: Tensor | None
-
-
-class _BatchOfParts(Batch):
-    def __init__(self, base: Optimizer, parts: Sequence[Part]) -> None:
-        super().__init__(base, [Entry(part.x, part.group, part.tuner_index, 1.0) for part in parts])
-        self._grads: list[Tensor | None] = [part.grad for part in parts]
-        kept = [part.kept for part in parts if part.kept is not None]
-        self.refs = kept if len(kept) == len(parts) else None
-
-    def grads(self) -> list[Tensor | None]:
-        return self._grads
-
-
-def batches_of_parts(base: Optimizer, parts: Iterable[Part]) -> list[Batch]:
-    """Parts that one batch can hold, together."""
-    kinds: dict[tuple[Any, ...], list[Part]] = {}
-    for part in parts:
-        kind = part.x.dtype, part.grad.dtype, part.x.device, part.kept is None
-        kinds.setdefault((id(part.group), *kind), []).append(part)
-    return [_BatchOfParts(base, each) for each in kinds.values()]
+def batches_of_parts(base: Optimizer, parts: Iterable[tuple[Entry, Tensor, Tensor | None]]) -> list[Batch]:
+    """Of weights as an engine has cut them up, each with its gradient and what is kept for it."""
+    kinds: dict[tuple[Any, ...], list[tuple[Entry, Tensor, Tensor | None]]] = {}
+    for entry, grad, kept in parts:
+        kind = id(entry.group), entry.param.dtype, grad.dtype, entry.param.device, kept is None
+        kinds.setdefault(kind, []).append((entry, grad, kept))
+    batches = []
+    for each in kinds.values():
+        entries, grads, kept_by_all = zip(*each, strict=True)
+        batch = Batch(base, entries)
+        batch.given = list(grads)
+        batch.refs = None if kept_by_all[0] is None else list(kept_by_all)
+        batches.append(batch)
+    return batches
 
 
 def add_sizes(batches: Iterable[Batch], out: Sums, new: Mapping[int, bool]) -> None:
@@ -296,23 +234,23 @@ class Plan:
         self._outsiders = [p for p in every if id(p) not in inside]
         """Parameters that never had a gradient: the first one they get ends the plan."""
         self._groups = list(base.param_groups)
-        self._options = [
-            (group, getter, getter(group))
-            for group in base.param_groups
-            if (names := [name for name in _OPTIONS if name in group])
-            for getter in [operator.itemgetter(*names)]
-        ]
-        self._kinds = [(p.dtype, p.shape, p.stride(), p.device) for p in self.params]
+        self._options = [{name: group[name] for name in _OPTIONS if name in group} for group in base.param_groups]
+        self._kinds = [(p.dtype, p.shape, p.device) for p in self.params]
+        self._strides = list(map(Tensor.stride, self.params))
         self._state, self._states = base.state, list(base.state.values())
         self._mine: list[Any] = [base.state.get(p, {}) for p in self.params]
         self._kept = [state.get(slot) for state in self._mine]
 
     def is_current(self) -> bool:
-        """Whether this step can follow the plan, if the optimizer's parameters are the same."""
+        """Whether this step can follow the plan, if the optimizer's parameters are the same.
+
+        Asked before every step: whole lists at a time, with as little python as can be.
+        """
         return (
             self.has_same_groups()
-            and _are_the_same(self._kept, [state.get(self.slot) for state in self._mine])
-            and [(p.dtype, p.shape, p.stride(), p.device) for p in self.params] == self._kinds
+            and all(map(operator.is_, map(dict.get, self._mine, itertools.repeat(self.slot)), self._kept))
+            and [(p.dtype, p.shape, p.device) for p in self.params] == self._kinds
+            and list(map(Tensor.stride, self.params)) == self._strides
         )
 
     def has_same_groups(self) -> bool:
@@ -321,18 +259,18 @@ class Plan:
         return (
             self.is_complete
             and self._state is base.state
-            and _are_the_same(self._groups, base.param_groups)
-            and _are_the_same(self._states, base.state.values())
-            and not any(map(operator.is_not, [p.grad for p in self._outsiders], itertools.repeat(None)))
-            and False not in [getter(group) == options for group, getter, options in self._options]
+            and list(map(id, base.param_groups)) == list(map(id, self._groups))
+            and list(map(id, base.state.values())) == list(map(id, self._states))
+            and (not self._outsiders or all(p.grad is None for p in self._outsiders))
+            and False not in [old.items() <= new.items() for old, new in zip(self._options, self._groups, strict=True)]
         )
 
-    def sums(self, tuners: int, waiting: Sequence[bool]) -> Sums:
+    def sums(self, waiting: Sequence[bool]) -> Sums:
         """The sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up.
 
         `waiting` tells of each tuner whether it has not moved yet.
         """
-        out = [0.0] * (len(SUMS) * tuners + 1)
+        out = [0.0] * (len(SUMS) * len(waiting) + 1)
         for batch in self.batches:
             batch.add_sums(out, is_waiting=waiting[batch.tuner_index], with_dx=False, with_xx=False)
         return out
@@ -351,7 +289,3 @@ class Plan:
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None) -> Any:
         """Moves the weights as decided; returns what the base returned."""
         raise NotImplementedError
-
-
-def _are_the_same(these: Any, those: Any) -> bool:
-    return len(these) == len(those) and all(map(operator.is_, these, those))

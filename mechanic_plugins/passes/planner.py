@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.kernels import triton_support
-from mechanic_plugins.passes.around import AroundBase, Released
+from mechanic_plugins.passes.around import AroundBase
 from mechanic_plugins.passes.fused import FusedPlan, can_fuse
 from mechanic_plugins.passes.plan import Entry, Plan
 from mechanic_plugins.passes.slots import Slots
@@ -59,7 +59,7 @@ class Planner:
 
         `has_begun`: a kernel may decide.
         """
-        key = (is_released, has_begun, *[id(p) for p in params if p.grad is not None or p.requires_grad])
+        key = is_released, has_begun, *map(id, [p for p in params if p.grad is not None or p.requires_grad])
         plan = self._plans.get(key)
         if plan is None or not plan.is_current():
             plan = self._plans[key] = self._new(entries(), tuner_of(), is_released, has_begun)
@@ -67,28 +67,21 @@ class Planner:
                 self._plans.popitem(last=False)
         return plan
 
-    def _new(self, entries: Sequence[Entry], tuner_of: Sequence[int], is_released: bool, has_begun: bool) -> Plan:
-        may_fuse = self.backend == "auto"
-        if is_released:
-            return Released(self.base, entries, tuner_of, self.slots)
-        if self.settings.rule != "relative":
-            with_decay = bool(self.settings.s_decay)
-            return WithDelta(self.base, entries, self.slots, may_fuse=may_fuse, with_decay=with_decay)
-        if self._can_fuse(entries) and has_begun and self._has_slots(entries):
-            return FusedPlan(self.base, entries)
-        by_kernels = self.backend != "foreach"
-        return AroundBase(
-            self.base,
-            entries,
-            tuner_of,
-            self.slots,
-            may_fuse=may_fuse,
-            by_kernels=by_kernels,
-            has_begun=has_begun,
-        )
+    def forget(self) -> None:
+        """Drops all plans, with the tensors that they hold."""
+        self._plans.clear()
 
-    def _has_slots(self, entries: Sequence[Entry]) -> bool:
-        return self.slots.are_complete(self.base.state, [entry.param for entry in entries])
+    def _new(self, entries: Sequence[Entry], tuner_of: Sequence[int], is_released: bool, has_begun: bool) -> Plan:
+        base, slots = self.base, self.slots
+        if is_released:
+            return AroundBase(base, entries, tuner_of, slots, keeps=False)
+        may_fuse, by_kernels = self.backend == "auto", self.backend != "foreach"
+        if self.settings.rule != "relative":
+            return WithDelta(base, entries, slots, may_fuse=may_fuse, with_decay=bool(self.settings.s_decay))
+        if self._can_fuse(entries) and has_begun and slots.are_complete(base.state, [e.param for e in entries]):
+            return FusedPlan(base, entries)
+        how = {"may_fuse": may_fuse, "by_kernels": by_kernels, "has_begun": has_begun}
+        return AroundBase(base, entries, tuner_of, slots, **how)
 
     def _can_fuse(self, entries: Sequence[Entry]) -> bool:
         """Whether this step can be made by the fused pass."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core.param_state import DELTA, MASTER, REF, delta_dtype, is_16_bit, main_slot, ref_dtype
+from mechanic_plugins.core.param_state import DELTA, MASTER, REF, is_16_bit, main_slot
 from mechanic_plugins.distributed.sharding import local
 
 __all__ = ["Slots"]
@@ -19,26 +19,16 @@ State = dict[str, Any]
 class Slots:
     """Of an optimizer with the default rule, or with a published one."""
 
-    def __init__(self, *, is_default: bool, wanted: torch.dtype | None) -> None:
+    def __init__(self, rule: str, wanted: torch.dtype | None) -> None:
         """`wanted` is the option `delta_dtype`."""
-        self.is_default, self.wanted = is_default, wanted
-
-    @property
-    def main(self) -> str:
-        """What every parameter has that was stepped."""
-        return main_slot(is_default=self.is_default)
+        self.is_default, self.main, self._wanted = rule == "relative", main_slot(rule), wanted
 
     def dtypes(self, p: Tensor) -> dict[str, torch.dtype]:
-        """Of all that a parameter may have."""
-        if self.is_default:
-            own = {REF: ref_dtype(p.dtype, self.wanted)}
-            return {**own, MASTER: torch.float32} if is_16_bit(p.dtype) else own
-        own = {DELTA: delta_dtype(p.dtype)}
-        return {**own, REF: p.dtype} if is_16_bit(p.dtype) else own
-
-    def empty(self, p: Tensor, name: str) -> Tensor:
-        """One of the parameter's own tensor type."""
-        return torch.empty_like(p, dtype=self.dtypes(p)[name], requires_grad=False)
+        """Of all that a parameter may have: a reference in the weights' own unless another is wanted, delta wider."""
+        if is_16_bit(p.dtype):
+            return {REF: p.dtype, MASTER if self.is_default else DELTA: torch.float32}
+        narrows = self._wanted == torch.bfloat16 and p.dtype in (torch.float32, torch.float64)
+        return {self.main: torch.bfloat16 if narrows else p.dtype}
 
     def begin(self, p: Tensor, state: State, *, has_master: bool) -> None:
         """Zeros: no update was made yet. With a published rule, 16-bit weights have a reference."""
@@ -56,7 +46,7 @@ class Slots:
     def put(self, p: Tensor, state: State, name: str, value: Tensor) -> None:
         """A copy of `value`, which is local. Engines have views of what is there: it is never replaced."""
         if name not in state:
-            state[name] = self.empty(p, name)
+            state[name] = torch.empty_like(p, dtype=self.dtypes(p)[name], requires_grad=False)
         local(state[name]).copy_(value.detach())
 
     def adopt(self, p: Tensor, state: State, played: float) -> None:

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from mechanic_plugins.api import find
 from mechanic_plugins.lightning import Mechanic
-from mechanic_plugins.lightning.packages import LIGHTNINGS
+from mechanic_plugins.lightning.packages import Callback
 from mechanic_plugins.lightning.reports import is_logged, metrics
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-else:
-    Callback = type("Callback", tuple(module.Callback for module in LIGHTNINGS), {})
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["LogLearnedLr"]
 

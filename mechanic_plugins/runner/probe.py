@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.optimizer.step import is_called_by
 from mechanic_plugins.runner.console import STOPPED, is_first_rank, say
 from mechanic_plugins.runner.plan import Events
 from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, remarks, report
@@ -34,7 +35,7 @@ class _Run:
 
     def __init__(self, optimizer: MechanicOptimizer, probe: int) -> None:
         self.base, self.optimizer = type(optimizer.base), ref(optimizer)
-        self.setting = next((text for module, text in _SETTINGS.items() if _is_called_by(module)), None)
+        self.setting = next((text for module, text in _SETTINGS.items() if is_called_by(module)), None)
         self.history = ScaleHistory(limit=2 * probe or 512)
         self.learned = optimizer.learned
         self.before = int(optimizer.tuner.steps) - 1
@@ -121,13 +122,6 @@ class Recorder:
                 sys.stdout.write("\n".join(_lines(run, self._probe)) + "\n")
             sys.stdout.flush()
             self._events.note("reported")
-
-
-def _is_called_by(module: str) -> bool:
-    frame = sys._getframe(1).f_back
-    while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _lines(run: _Run, probe: int) -> list[str]:

@@ -185,11 +185,10 @@ def _pass_for_prodigy_plus(base: Any, old: Any) -> None:
 
 
 def _wrap(optimizer: Any, kind: Any, base: Any, options: str) -> None:
-    from mechanic_plugins.hf.optim_args import parse
-    from mechanic_plugins.options import configured
+    from mechanic_plugins.options import configured, parsed
 
     try:
-        configuration = configured(parse(options))
+        configuration = configured(parsed(options))
     except (TypeError, ValueError) as error:
         stop(str(error).replace("optim_args", "--options"))
     super(kind, optimizer).__init__(base, **configuration)
@@ -233,12 +232,10 @@ def _defaults(old: Any, ours: type) -> list[tuple[str, Any]]:
     return [(p.name, p.default) for p in own if p.default is not p.empty and not hasattr(ours, p.name)]
 
 
-def _delegated(old: Any, ours: type) -> list[tuple[str, property]]:
+def _delegated(old: Any, ours: type) -> list[tuple[str, Any]]:
     """The old class's own methods act on the base: its state is there."""
+    from mechanic_plugins.optimizer.interface import of_the_base
+
     above = old.__mro__[: next(i for i, c in enumerate(old.__mro__) if c.__module__ == "torch.optim.optimizer")]
     names = {name for parent in above for name in vars(parent) if not name.startswith("__") and not hasattr(ours, name)}
-    return [(name, _of_the_base(name)) for name in sorted(names)]
-
-
-def _of_the_base(name: str) -> property:
-    return property(lambda self: getattr(self.base, name), lambda self, value: setattr(self.base, name, value))
+    return [(name, of_the_base(name)) for name in sorted(names)]

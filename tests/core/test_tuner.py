@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mechanic_plugins.core.row import SCALARS, VECTORS, Products, Row
 from mechanic_plugins.core.settings import Rule, Settings
-from mechanic_plugins.core.tuner import SUMS, Outcome, clip_factor, decide
+from mechanic_plugins.core.tuner import SUMS, Decision, clip_factor, decide
 from mechanic_plugins.core.tuner_state import TunerState, initial_state, with_scaled_gradients
 
 RULES = get_args(Rule)
@@ -35,7 +35,7 @@ def rows_of(settings: Settings, tuners: int = 1) -> list[Row]:
     return initial_state(settings, tuners=tuners, device=CPU).rows
 
 
-def step(rows: list[Row], *sums: Sequence[float], settings: Settings | None = None, **options: Any) -> Outcome:
+def step(rows: list[Row], *sums: Sequence[float], settings: Settings | None = None, **options: Any) -> Decision:
     lrs = options.pop("lrs", [1.0] * len(rows))
     return decide(rows, [number for each in sums for number in each] + [1.0], lrs, settings or Settings(), **options)
 
@@ -69,7 +69,7 @@ def test_the_default_rule_by_hand() -> None:
     rows, s_1 = rows_of(Settings()), PRIOR * math.sqrt(3 / 2 * 9) / 2
     assert step(rows, FIRST, lrs=[0.5]).afters == [0.0]
     outcome = step(rows, STEPS[0], lrs=[0.5])
-    assert outcome == Outcome(True, False, 1.0, [0.0], [pytest.approx(s_1, rel=1e-15)])
+    assert outcome == Decision(True, False, 1.0, [0.0], [pytest.approx(s_1, rel=1e-15)])
     third = step(rows, (-3.0 * s_1, 4.0, 9.0, 1.0, s_1**2, 0.0), lrs=[0.5])
     assert third.afters == pytest.approx([s_1 * 4 / math.sqrt(10) * math.exp(4 / math.sqrt(41))], rel=1e-14)
     assert rows[0].h == pytest.approx(-3.0, rel=1e-15)

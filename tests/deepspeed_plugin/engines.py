@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mechanic_plugins.core.tuner_state import SUMS
+from mechanic_plugins.core.tuner import SUMS
 
 MICRO_BATCH = 4
 SPIKE = 8
@@ -279,14 +279,14 @@ def run(rank: int, case: Case) -> dict[str, Any]:
 
 def run_without_reduction(rank: int, case: Case) -> dict[str, Any]:
     """What the other implementations do: every rank tunes on its own piece."""
-    from mechanic_plugins.distributed.reduction import AllReduce
+    from mechanic_plugins.distributed.reduction import Reduction
 
-    original = AllReduce.start
-    AllReduce.start = lambda self, sums: lambda: sums  # type: ignore[method-assign]
+    original = Reduction.__call__
+    Reduction.__call__ = lambda self, sums: sums  # type: ignore[method-assign]
     try:
         return run(rank, case)
     finally:
-        AllReduce.start = original  # type: ignore[method-assign]
+        Reduction.__call__ = original  # type: ignore[method-assign]
 
 
 # -------------------------------------------------------------------- the books, kept by hand

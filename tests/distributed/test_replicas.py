@@ -49,7 +49,7 @@ def train_experts(rank: int, everywhere: bool, by_hand: bool) -> dict[str, Any]:
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
         opt.step()
-    weights = opt._counting(opt._params()).weights
+    weights = opt._shares(opt._params()).weights
     return {
         "shared": model.a.weight.tolist(),
         "scale": opt.scale.item(),

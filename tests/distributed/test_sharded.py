@@ -17,8 +17,7 @@ from ranks import Ranks
 from setups import SETUPS, Run, full, make_net
 
 from mechanic_plugins import Settings, mechanize
-from mechanic_plugins.distributed.reduction import Identity
-from mechanic_plugins.distributed.sharding import Counting
+from mechanic_plugins.distributed.reduction import Reduction, Shares
 
 STEPS = 6  # one more than it takes to count the collectives of all COUNTED_STEPS
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
@@ -90,11 +89,11 @@ def test_sharded_equals_alone(
 
 def train_broken(rank: int, name: str, how: str) -> dict[str, Any]:
     run = Run.start(name, even=name == "tp", counted=False)
-    right = run.optimizer._counting(run.optimizer._params())
-    reduction = Identity() if how == "no reduction" else right.reduction
-    wrong = Counting(reduction, dict.fromkeys(right.weights, 1.0))
-    run.optimizer.count = lambda params: wrong
-    run.optimizer._counted = None
+    right = run.optimizer._shares(run.optimizer._params())
+    reduction = Reduction(spans_ranks=False) if how == "no reduction" else right.reduction
+    wrong = Shares(reduction, dict.fromkeys(right.weights, 1.0))
+    run.optimizer.shares_by_engine = lambda params: wrong
+    run.optimizer._known_shares = None
     run.train(0, STEPS)
     return run.result()
 

@@ -14,8 +14,8 @@ from hf_tiny import HAS_MUON, assert_same, by_step, command_line, plain_loop, sk
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from mechanic_plugins.hf.optim_args import literal, parse
 from mechanic_plugins.hf.schedules import objection
+from mechanic_plugins.options import literal, parsed
 from mechanic_plugins.transformers import register
 
 MUON = ["muon"] if HAS_MUON else []
@@ -35,8 +35,8 @@ def built(folder: Path, name: str, optim_args: str | None = None, **options: Any
 
 def test_optim_args_are_keywords() -> None:
     text = "scope=group, eps=1e-6,betas=0.9:0.99,amsgrad=true"
-    assert parse(text) == {"scope": "group", "eps": 1e-6, "betas": (0.9, 0.99), "amsgrad": True}
-    assert parse(None) == {}
+    assert parsed(text) == {"scope": "group", "eps": 1e-6, "betas": (0.9, 0.99), "amsgrad": True}
+    assert parsed(None) == {}
 
 
 def test_all_of_mechanics_options_reach_it(tmp_path: Path) -> None:

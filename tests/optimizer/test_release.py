@@ -162,9 +162,9 @@ def test_a_base_that_does_not_scale_with_its_lr_is_refused_untouched(kind: type[
 
 
 def test_an_engine_that_holds_views_of_the_state_is_not_robbed_of_it() -> None:
-    """DeepSpeed's set `count` when they take an optimizer over."""
+    """DeepSpeed's set `shares_by_engine` when they take an optimizer over."""
     run = Run("AdamW").train(0, 5)
-    run.optimizer.count = lambda params: run.optimizer._counting(params)
+    run.optimizer.shares_by_engine = lambda params: run.optimizer._shares(params)
     with pytest.raises(ValueError, match="cannot give memory back under DeepSpeed"):
         run.optimizer.freeze(release=True)
     assert run.own_names() == {"mechanic_ref"}

@@ -12,7 +12,7 @@ from kernel_cases import EPS
 from torch import Tensor
 
 from mechanic_plugins.core.param_state import is_16_bit
-from mechanic_plugins.core.tuner_state import SUMS
+from mechanic_plugins.core.tuner import SUMS
 from mechanic_plugins.kernels.addresses import Kept
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.kernels.triton_support import kind_of

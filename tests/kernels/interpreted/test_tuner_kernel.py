@@ -28,9 +28,8 @@ def test_the_kernel_equals_the_floats(options: dict[str, Any], tuners: int, norm
     The first four are the floats' alone.
     """
     chosen = Settings(**options)
-    constants = torch.tensor(gpu_tuner.constants_of(chosen, norm), dtype=torch.float64)
     state = initial_state(chosen, tuners=tuners, device=CPU)
-    rows, counted = state.copied_rows(), [0, 0]
+    rows, counted = [row.copy() for row in state.rows], [0, 0]
     generator = torch.Generator().manual_seed(0)
     for step in range(20):
         lrs: list[float | torch.Tensor] = [0.1 * min(step + 1, 8, 21 - step) + row for row in range(tuners)]
@@ -49,7 +48,7 @@ def test_the_kernel_equals_the_floats(options: dict[str, Any], tuners: int, norm
         if step < 4:
             state = by_floats
             continue
-        state, scales = gpu_tuner.launch(state, vector, settings=chosen, constants=constants, lrs=lrs, **shared)
+        state, scales = gpu_tuner.launch(state, vector, settings=chosen, lrs=lrs, **shared)
         expected = [[after, outcome.applied, outcome.clip] for after in outcome.afters]
         torch.testing.assert_close(scales, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=0)
         assert list(state.counts) == counted
