@@ -52,7 +52,7 @@ def advance(row: Row, sums: Products, lr: float) -> None:
     row.h = come / (row.played or 1.0)
     if sums.gg == 0:
         return
-    if row.gradients == 0 and row.size == 0:  # these sums are others: see `kernels.sizes`
+    if row.gradients == 0 and row.size == 0:  # these sums are others: see `kernels.dots.sizes`
         row.size, row.touched, row.h = _size(sums), sums.dp, 0.0
     else:
         if row.gradients < BEGINNING:

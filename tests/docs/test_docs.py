@@ -167,8 +167,7 @@ def test_extras_exist() -> None:
 # ------------------------------------------------------------------------------------------------ what is named
 
 
-def test_readme_is_short_and_begins_with_two_commands() -> None:
-    assert len(README.splitlines()) <= 165
+def test_the_readme_begins_with_two_commands() -> None:
     assert README.index("&& make demo\n") < README.index("\nmake test\n") < README.index("```python")
 
 
