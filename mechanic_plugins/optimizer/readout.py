@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.groups import average, names_of
-from mechanic_plugins.core.tuner_state import gradient_norm
+from mechanic_plugins.core.tuner_state import SUMS, gradient_norm
 from mechanic_plugins.optimizer.interface import Wrapper
 
 __all__ = ["Readout", "Tuner"]
@@ -120,15 +121,37 @@ class Readout(Wrapper):
             return torch.zeros((), dtype=torch.float64, device=device)
         return gradient_norm(torch.as_tensor(sums, dtype=torch.float64, device=device))
 
+    @property
+    def moved(self) -> Tensor:
+        """How far the last step found the weights from their start, as a share of their size: 0-dim.
+
+        0 before the first move. Not a number where it is not known: between a load and the next step, after
+        `freeze(release=True)`, and with a published rule or after a checkpoint of one, which has not measured the size.
+        """
+        progress, tuner, sums = self._progress, self._progress.tuner, self._last.get("sums")
+        if self.settings.rule != "relative" or progress.released:
+            return torch.full((), math.nan, dtype=torch.float64, device=tuner.device)
+        size, touched, path = (tuner.column(name)[:, 0] for name in ("size", "touched", "path"))
+        whole = torch.where(path < 0, math.nan, size.square() * touched).sum()
+        if sums is None:
+            return torch.where(tuner.flat[-2] > 0, math.nan, 0.0)
+        far = torch.as_tensor(sums, dtype=torch.float64, device=tuner.device)[SUMS.index("dd") : -1 : len(SUMS)].sum()
+        return torch.where(whole > 0, far / whole, whole).sqrt()
+
     def metrics(self) -> dict[str, float]:
         """What to log, as python floats. Synchronises with the device once."""
         progress, unit = self._progress, self._units.of_scale(self._progress)
         hs = progress.tuner.column("h")[:, 0] * unit
-        packed = torch.cat([self.scales, hs, progress.tuner.flat[-2:], self.grad_norm.view(1)]).tolist()
-        scales, h, (steps, skipped, norm) = packed[: len(self.scales)], packed[len(self.scales) : -3], packed[-3:]
+        last = self.grad_norm.view(1), self.moved.view(1)
+        packed = torch.cat([self.scales, hs, progress.tuner.flat[-2:], *last]).tolist()
+        scales, h, (steps, skipped, norm, moved) = (
+            packed[: len(self.scales)],
+            packed[len(self.scales) : -4],
+            packed[-4:],
+        )
         lrs = self.effective_lrs
         metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
-        metrics["mechanic/grad_norm"] = norm
+        metrics |= {"mechanic/grad_norm": norm} | ({} if math.isnan(moved) else {"mechanic/moved": moved})
         if len(self.param_groups) > 1:
             for index, name in enumerate(names_of(self.param_groups)):
                 metrics[f"mechanic/scale/{name}"] = scales[index]

@@ -200,6 +200,8 @@ class MechanicOptimizer(Freezing):
     def _decide(self, sums: Sums, progress: Progress) -> Decision:
         self._last["sums"] = sums
         decision = self._tuning.by_floats(sums, progress, self.max_grad_norm)
+        if 0 in decision.befores:
+            self._last["sums"] = _without_waiting(sums, decision.befores)
         if decision.applied:
             self._note_lrs()
         elif progress.tuner.counts[1] > 0:
@@ -300,6 +302,15 @@ def _is_called_by(module: str) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
     return frame is not None
+
+
+def _without_waiting(sums: Sums, befores: Sequence[float]) -> Sums:
+    """An update that waits for its scale has moved nothing."""
+    moved = list(sums)
+    for index, before in enumerate(befores):
+        if before == 0:
+            moved[len(SUMS) * index + SUMS.index("dd")] = 0.0
+    return moved
 
 
 def _evaluated(closure: Closure | None, refuse: Closure | None) -> tuple[Closure | None, Any]:
