@@ -207,6 +207,20 @@ class Wrapper(Delegate):
             self._hold_tuner()
             self._create_eager_state()
 
+    @contextmanager
+    def loading_old(self) -> Iterator[None]:
+        """As `loading_plain`, for what version 0.1 saved: within, the optimizer has the keys that 0.1 had.
+
+        The scale that it had learned is kept, and the next step finds the start of the run by it.
+        """
+        slots, self._slots = self._slots, Slots(is_default=False, wanted=None)
+        checkpoint.strip((), self.state)
+        self._create_eager_state()
+        try:
+            yield
+        finally:
+            self._slots = slots
+
     def _create_eager_state(self) -> None:
         """Bases that fill their state when built get no dry run: a load would find no place for the references."""
         if checkpoint.is_released(self.param_groups):
