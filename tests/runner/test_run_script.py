@@ -268,3 +268,35 @@ def test_a_program_that_trains_by_hand(
     done = warm(words, folder, environment(folder))
     assert done.returncode == code, done.stderr
     assert says in done.stderr
+
+
+LAST_WORDS = """
+import torch, warnings
+warnings.simplefilter("ignore")
+p = torch.nn.Parameter(torch.ones(8))
+opt = torch.optim.AdamW([p])
+for step in range(20):
+    p.grad = {gradient} * torch.ones(8)
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("gradient", "says"),
+    [
+        (
+            "(float('nan') if step == 5 else p.detach() - 0.5)",
+            "Mechanic skipped 1 of 20 steps, whose gradients were not",
+        ),
+        (
+            "0",
+            "Mechanic moved the weights by 0 of their size in 20 steps, so hardly anything was trained: the gradients",
+        ),
+        ("-1", "Mechanic was still looking for its scale when the run ended"),
+    ],
+)
+def test_what_looks_wrong_is_said_at_the_end(folder: Path, warm: Warm, gradient: str, says: str) -> None:
+    (folder / "train.py").write_text(LAST_WORDS.format(gradient=gradient))
+    done = warm(("--replace", "torch.optim.AdamW", "train.py"), folder, environment(folder))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"mechanic_plugins.run: {says}") == 1, done.stderr
