@@ -35,7 +35,7 @@ ATTRIBUTES = {
         "group": "As the option.",
         "sync_replicas": "As the option.",
         "backend": "As the option.",
-        "count": "How an engine that has cut the parameters up counts its pieces.",
+        "shares_by_engine": "How an engine that has cut the parameters up counts its pieces.",
     },
     "Mechanic": {
         "optimizers": "The mechanized optimizers of the last `fit`.",
@@ -44,7 +44,7 @@ ATTRIBUTES = {
     "MechanicCallback": {"history": "The `ScaleHistory` of the present run."},
 }
 """What constructors set, and no docstring tells."""
-ENGINES = ("applying", "count", "decide", "learned", "local_sums", "lrs", "reread_groups", "tuner")
+ENGINES = ("applying", "decide", "learned", "local_sums", "lrs", "reread_groups", "shares_by_engine", "tuner")
 """Members for those who write a plugin."""
 HOOKS = re.compile(r"on_|setup$|teardown$")
 """What a framework calls, and no user."""

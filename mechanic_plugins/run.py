@@ -19,8 +19,8 @@ runner:
     deepspeed ... --module mechanic_plugins.run script.py --optim mechanic_adamw ...
 
 The exit status is the program's, unless that is 0 and Mechanic did not do what was asked: 3 if an optimizer trained
-without Mechanic, 4 if --replace replaced nothing or --probe saw no step, 6 if a mechanized optimizer made no step.
-It is 2 for a bad command line.
+without Mechanic, 4 if --replace replaced nothing or --probe saw no step, 6 if a mechanized optimizer made no step, or a
+program computed gradients and built no torch optimizer. It is 2 for a bad command line.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ from mechanic_plugins.runner.console import IDLE, LOST, NOTHING, say, stop
 from mechanic_plugins.runner.plan import Events, Plan
 
 __all__ = ["main", "refuse_unknown"]
+
+_BY_HAND = (
+    "The program computed gradients all the same: let a torch.optim.SGD, or another torch optimizer, make its steps."
+)
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
@@ -107,7 +111,7 @@ def _check(plan: Plan, events: Events, arguments: list[str]) -> None:
     if plan.replace and not plan.is_default:
         _check_replaced(plan, events, others)
     elif not events.of("mechanic"):
-        _check_names(arguments, others)
+        _check_names(events, arguments, others)
     if missed := events.of("missed"):
         stop(
             f"{', '.join(sorted(missed))} trained without Mechanic: its __new__ does not pass its arguments on. Let it "
@@ -119,6 +123,8 @@ def _check(plan: Plan, events: Events, arguments: list[str]) -> None:
     if events.of("mechanic") and not events.of("stepped"):
         if plain := events.of("plain"):
             stop(f"warning: Mechanic made no step: {', '.join(sorted(plain))} trained without it.", IDLE)
+        if events.of("gradients"):
+            stop("warning: a mechanized optimizer was built and gradients were computed, but it made no step.", IDLE)
         say("warning: a mechanized optimizer was built, but made no step.")
 
 
@@ -126,16 +132,16 @@ def _check_replaced(plan: Plan, events: Events, others: str) -> None:
     replaced = events.of("replaced")
     missing = [each.old for each in plan.replace if each.old not in replaced]
     if not replaced:
+        trains_by_hand = others == "none" and events.of("gradients")
+        remedy = _BY_HAND if trains_by_hand else "Name the class that the program builds."
         stop(
-            f"--replace {' --replace '.join(missing)} replaced nothing (optimizers built: {others}). Name the class "
-            "that the program builds.",
-            NOTHING,
+            f"--replace {' --replace '.join(missing)} replaced nothing (optimizers built: {others}). {remedy}", NOTHING
         )
     if missing:
         say(f"warning: the program built no {' and no '.join(missing)}.")
 
 
-def _check_names(arguments: list[str], others: str) -> None:
+def _check_names(events: Events, arguments: list[str], others: str) -> None:
     """For a program that ended well with nothing mechanized."""
     asked = [value for value in (arg.rpartition("=")[2] for arg in arguments) if re.fullmatch(r"mechanic_\w+", value)]
     if asked and others != "none":
@@ -144,7 +150,9 @@ def _check_names(arguments: list[str], others: str) -> None:
             "optimizer from transformers' --optim. Run it with --replace and the class that it builds.",
             LOST,
         )
-    if others != "none" or "torch" in sys.modules:
+    if others == "none" and events.of("gradients"):
+        stop(f"warning: nothing was mechanized (optimizers built: none). {_BY_HAND}", IDLE)
+    if others != "none" or events.of("torch"):
         hint = ": name their class, as --replace torch.optim.AdamW." if others != "none" else "."
         say(f"warning: nothing was mechanized (optimizers built: {others}){hint}")
 

@@ -28,9 +28,9 @@ STILL_RISING = (
     "rate: train for more steps."
 )
 _NO_STEP = "Mechanic made no step: optimizer.step() was replaced or never called, so nothing was trained with it."
-
-
 _AGREEMENT = 0.8
+_HARDLY = 1e-3
+"""A share of the weights' size. The rule itself moves them by some percent within ten steps."""
 
 
 class ScaleHistory:
@@ -95,6 +95,12 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
     steps, skipped = (int(metrics[f"mechanic/{name}"]) for name in ("steps", "skipped_steps"))
     if not steps + skipped:
         return [_NO_STEP]
+    moved = metrics.get("mechanic/moved")
+    if steps >= 10 and moved is not None and moved < _HARDLY:
+        found.append(
+            f"Mechanic moved the weights by {moved:.2g} of their size in {steps} steps, so hardly anything was "
+            "trained: the gradients were 0, the schedule hardly left 0, or max_scale is too small."
+        )
     if skipped > 0.01 * (steps + skipped):
         found.append(
             f"Mechanic skipped {skipped} of {steps + skipped} steps, whose gradients were not finite or far larger "

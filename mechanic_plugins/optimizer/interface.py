@@ -7,6 +7,7 @@ and checkpoint code find what they expect. `mechanic_plugins.optimizer.step` add
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from mechanic_plugins.core import known_bases
 from mechanic_plugins.core.groups import average, names_of, show_scales
 from mechanic_plugins.core.param_state import PREFIX
 from mechanic_plugins.core.settings import Settings, check_max_grad_norm
-from mechanic_plugins.core.tuner import Decision
+from mechanic_plugins.core.tuner import SUMS, Decision
 from mechanic_plugins.core.tuner_state import gradient_norm
 from mechanic_plugins.distributed.reduction import Shares
 from mechanic_plugins.distributed.sharding import is_fake
@@ -98,10 +99,10 @@ class Wrapper(Optimizer):
         """The parts, of which pickles hold none. Lightning's and Fabric's proxies run methods with another `self`."""
         base, settings = self.base, self.settings
         units = Units(base, settings)
-        self._slots = Slots(settings.rule, self.delta_dtype)
-        self._keeper = Keeper(base, settings, units, self._slots, has_history=has_history)
+        slots = Slots(settings.rule, self.delta_dtype)
+        self._keeper = Keeper(base, settings, units, slots, has_history=has_history)
         self._tuning = Tuning(base, settings, units)
-        self._planner = Planner(base, self.backend, settings, self._slots)
+        self._planner = Planner(base, self.backend, settings, slots)
         self._recorder = Recorder(self._tuning)
         self._skips = Skips()
         self.shares_by_engine: Callable[[Sequence[Tensor]], Shares] | None = None
@@ -181,7 +182,7 @@ class Wrapper(Optimizer):
         self.base.load_state_dict(plain)
         show_scales(self.param_groups, self._itself)
         ids = (i for group in plain["param_groups"] for i in group["params"])
-        checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state, self._slots.dtypes)
+        checkpoint.merge(dict(zip(ids, self._params(), strict=True)), ours, self.state, self._keeper.slots.dtypes)
         self._dry_state = None
         self._last.clear()
         self._keeper.forget()
@@ -211,6 +212,13 @@ class Wrapper(Optimizer):
         Mechanic had learned is dropped, and it starts afresh from the weights it then finds.
         """
         return self._keeper.loading_plain()
+
+    def loading_old(self) -> AbstractContextManager[None]:
+        """As `loading_plain`, for what version 0.1 saved: within, the optimizer has the keys that 0.1 had.
+
+        The scale that it had learned is kept, and the next step finds the start of the run by it.
+        """
+        return self._keeper.loading_old()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without hooks, the `step` that a scheduler plants on an instance, and the group, which has no pickle."""
@@ -321,15 +329,34 @@ class Wrapper(Optimizer):
         sums, device = self._last.get("sums", [0.0]), self._keeper.progress.tuner.device
         return gradient_norm(torch.as_tensor(sums, dtype=torch.float64, device=device))
 
+    @property
+    def moved(self) -> Tensor:
+        """How far the last step found the weights from their start, as a share of their size: 0-dim.
+
+        0 before the first move. Not a number where it is not known: between a load and the next step, after
+        `freeze(release=True)`, and with a published rule or after a checkpoint of one, which has not measured the size.
+        """
+        progress, sums = self._keeper.progress, self._last.get("sums")
+        tuner = progress.tuner
+        if self.settings.rule != "relative" or progress.released:
+            return torch.full((), math.nan, dtype=torch.float64, device=tuner.device)
+        if sums is None:
+            return torch.where(tuner.flat[-2] > 0, math.nan, 0.0)
+        size, touched, path = (tuner.column(name)[:, 0] for name in ("size", "touched", "path"))
+        whole = torch.where(path < 0, math.nan, size.square() * touched).sum()
+        far = torch.as_tensor(sums, dtype=torch.float64, device=tuner.device)[SUMS.index("dd") : -1 : len(SUMS)].sum()
+        return torch.where(whole > 0, far / whole, whole).sqrt()
+
     def metrics(self) -> dict[str, float]:
         """What to log, as python floats. Synchronises with the device once."""
         progress, groups = self._keeper.progress, len(self.param_groups)
         hs = progress.tuner.column("h")[:, 0] * self._keeper.unit
-        packed = torch.cat([self.scales, hs, progress.tuner.flat[-2:], self.grad_norm.view(1)]).tolist()
-        scales, h, (steps, skipped, norm) = packed[:groups], packed[groups:-3], packed[-3:]
+        last = self.grad_norm.view(1), self.moved.view(1)
+        packed = torch.cat([self.scales, hs, progress.tuner.flat[-2:], *last]).tolist()
+        scales, h, (steps, skipped, norm, moved) = packed[:groups], packed[groups:-4], packed[-4:]
         lrs = self.effective_lrs
         metrics = {"mechanic/scale": max(scales), "mechanic/effective_lr": max(lrs), "mechanic/h": sum(h)}
-        metrics["mechanic/grad_norm"] = norm
+        metrics |= {"mechanic/grad_norm": norm} | ({} if math.isnan(moved) else {"mechanic/moved": moved})
         if groups > 1:
             for name, scale, lr in zip(names_of(self.param_groups), scales, lrs, strict=True):
                 metrics[f"mechanic/scale/{name}"], metrics[f"mechanic/effective_lr/{name}"] = scale, lr

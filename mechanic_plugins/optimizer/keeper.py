@@ -135,3 +135,14 @@ class Keeper:
             self.is_plain = False
             self.forget()
             self.hold()
+
+    @contextmanager
+    def loading_old(self) -> Iterator[None]:
+        """Within, there is what version 0.1 kept."""
+        slots, self.slots = self.slots, Slots("paper", None)
+        checkpoint.strip((), self.base.state)
+        self.create_eager_state()
+        try:
+            yield
+        finally:
+            self.slots = slots

@@ -222,6 +222,8 @@ class MechanicOptimizer(Wrapper):
     def _decide(self, sums: Sums, progress: Progress) -> Decision:
         self._last["sums"] = sums
         decision = self._tuning.by_floats(sums, progress, self.max_grad_norm)
+        if 0 in decision.befores:
+            self._last["sums"] = _without_waiting(sums, decision.befores)
         if decision.applied:
             self._note_lrs()
         elif progress.tuner.counts[1] > 0:
@@ -243,9 +245,9 @@ class MechanicOptimizer(Wrapper):
                 refuse_sparse(p)
                 refuse_foreign(p, known)
                 if is_kept and known:
-                    self._slots.adopt(p, known, rows[index].played)
-                    self._slots.conform(p, known)
-                if p.grad is not None or (self._slots.main in known and p.requires_grad):
+                    self._keeper.slots.adopt(p, known, rows[index].played)
+                    self._keeper.slots.conform(p, known)
+                if p.grad is not None or (self._keeper.slots.main in known and p.requires_grad):
                     entries.append(Entry(p, group, index, weights.get(id(p), 1.0)))
         return entries
 
@@ -311,7 +313,7 @@ class MechanicOptimizer(Wrapper):
         rows = progress.tuner.rows
         entries = [(Entry(x, g, progress.tuner_of(g), 1.0), grad, kept) for g, x, grad, kept in parts]
         batches = batches_of_parts(self.base, entries)
-        sums, is_default = [0.0] * (len(SUMS) * len(rows) + 1), self._slots.is_default
+        sums, is_default = [0.0] * (len(SUMS) * len(rows) + 1), self._keeper.slots.is_default
         with_decay = not is_default and bool(self.settings.s_decay)
         for batch in batches:
             is_difference = is_default and rows[batch.tuner_index].played > 0
@@ -344,9 +346,9 @@ class MechanicOptimizer(Wrapper):
     def _make_dry_run(self) -> None:
         self.base.step()
         stepped = [p for p in self._params() if p.grad is not None]
-        has_masters = self._slots.is_default and are_usable(self.base, stepped)
+        has_masters = self._keeper.slots.is_default and are_usable(self.base, stepped)
         for p in () if checkpoint.is_released(self.param_groups) else stepped:
-            self._slots.begin(p, self.state[p], has_master=has_masters and is_16_bit(p.dtype))
+            self._keeper.slots.begin(p, self.state[p], has_master=has_masters and is_16_bit(p.dtype))
         self._dry_state = self.state
 
     def _leave_dry_run(self) -> None:
@@ -362,3 +364,12 @@ def is_called_by(module: str) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
     return frame is not None
+
+
+def _without_waiting(sums: Sums, befores: Sequence[float]) -> Sums:
+    """An update that waits for its scale has moved nothing."""
+    moved = list(sums)
+    for index, before in enumerate(befores):
+        if before == 0:
+            moved[len(SUMS) * index + SUMS.index("dd")] = 0.0
+    return moved

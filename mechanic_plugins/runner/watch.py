@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -47,6 +48,21 @@ class Watch:
                 self._built(optimizer)
 
         module.Optimizer._patch_step_function = _patch_step_function
+        self._events.note("torch")
+        self._see_gradients(sys.modules["torch.autograd"])
+
+    def _see_gradients(self, autograd: Any) -> None:
+        """Notes the first backward pass: a program may train without any optimizer."""
+        original = autograd.backward
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if autograd.backward is backward:
+                autograd.backward = original
+            self._events.note("gradients")
+            return original(*args, **kwargs)
+
+        autograd.backward = backward
 
     def _built(self, optimizer: Any) -> None:
         kind = type(optimizer)

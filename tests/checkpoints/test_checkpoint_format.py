@@ -5,12 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from problems import differences, everything, perceptron, train
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from mechanic_plugins import MechanicOptimizer, mechanize
 from mechanic_plugins.checkpoints import format as checkpoint_format
@@ -320,6 +328,45 @@ def test_a_run_with_delta_goes_on(steps: int, dtype: torch.dtype, weights_first:
         load()
     for each, optimizer in ((model, opt), (twin, resumed)):
         train(each, optimizer, 5, first=steps)
+    assert resumed.scale.item() == pytest.approx(opt.scale.item(), rel=1e-3)
+    assert all("mechanic_delta" not in state for state in resumed.state.values())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_folder_of_torch_distributed_checkpoint_with_delta_goes_on(
+    dtype: torch.dtype, flat: bool, tmp_path: Path
+) -> None:
+    """It loads by the names that the optimizer has, and refused one that had another name."""
+    model, options = perceptron(dtype), StateDictOptions(flatten_optimizer_state_dict=flat)
+    opt = mechanize(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    train(model, opt, 12)
+    names, written = [name for name, _ in model.named_parameters()], as_format_3(opt)
+    saved: dict[str, Any] = {"state": dict(zip(names, written["state"].values(), strict=True))}
+    saved["param_groups"] = [{**written["param_groups"][0], "params": names}]
+    if flat:
+        saved = {f"state.{n}.{k}": v for n, entries in saved["state"].items() for k, v in entries.items()} | {
+            f"param_groups.{n}.{k}": v for n in names for k, v in saved["param_groups"][0].items() if k != "params"
+        }
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path, no_dist=True)
+    twin = perceptron(dtype)
+    twin.load_state_dict(model.state_dict())
+    resumed = mechanize(torch.optim.AdamW(twin.parameters(), lr=1e-2))
+
+    def load() -> None:
+        states = get_optimizer_state_dict(twin, resumed, options=options)
+        dcp.load({"optimizer": states}, checkpoint_id=tmp_path, no_dist=True)
+        set_optimizer_state_dict(twin, resumed, states, options=options)
+
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: .*mechanic_(ref|master)"):
+        load()
+    with resumed.loading_old():
+        load()
+    for each, optimizer in ((model, opt), (twin, resumed)):
+        train(each, optimizer, 5, first=12)
     assert resumed.scale.item() == pytest.approx(opt.scale.item(), rel=1e-3)
     assert all("mechanic_delta" not in state for state in resumed.state.values())
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):

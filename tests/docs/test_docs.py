@@ -118,7 +118,11 @@ def test_what_is_not_run_is_marked_and_listed() -> None:
 
 def test_every_other_command_is_known() -> None:
     others = {command for _, command in commands(marked=False)}
-    others = {command for command in others if not command.startswith(("pip install ", "uv pip install ", "make ", "git clone "))}
+    others = {
+        command
+        for command in others
+        if not command.startswith(("pip install ", "uv pip install ", "make ", "git clone "))
+    }
     assert others == {*SHORT, *BY_OTHERS}
     for command, test in BY_OTHERS.items():
         assert Path(command).name in (ROOT / "tests" / test).read_text()

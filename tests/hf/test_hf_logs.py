@@ -65,6 +65,19 @@ def test_the_end_of_a_run_says_the_learned_learning_rate(tmp_path: Path, said: l
     assert "train_runtime" in logs[-1]
 
 
+@pytest.mark.filterwarnings("ignore:.*was not finite. the step was skipped whole")
+def test_a_run_that_skipped_steps_is_told_so(tmp_path: Path, said: list[str]) -> None:
+    model, calls = build_model(), []
+    factors = iter([1.0] * 5 + [math.nan] + [1.0] * 14)
+    next(model.parameters()).register_hook(lambda grad: (calls.append(0), grad * next(factors))[1])
+    trained(tmp_path, model, steps=20)
+    assert len(calls) == 20
+    skipped = [line for line in said if "skipped" in line]
+    assert skipped == [
+        "Mechanic skipped 1 of 20 steps, whose gradients were not finite or far larger than all before them."
+    ]
+
+
 def test_the_learned_learning_rate_is_in_what_train_returns(tmp_path: Path) -> None:
     """Scripts print and save these metrics."""
     trainer = trained(tmp_path, steps=3)

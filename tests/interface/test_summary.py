@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 from problems import perceptron, train
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from mechanic_plugins import demechanize, mechanize
 from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, remarks, report
@@ -142,6 +143,32 @@ def test_a_run_that_skips_too_many_steps_and_still_rises_says_both() -> None:
         STILL_RISING,
         "Mechanic skipped 1 of 11 steps, whose gradients were not finite or far larger than all before them.",
     ]
+
+
+@pytest.mark.parametrize("why", ["a long warm-up", "a cap", "no gradient"])
+def test_a_run_that_hardly_moved_says_so(why: str) -> None:
+    model, history = perceptron(), ScaleHistory()
+    opt = mechanize(torch.optim.AdamW(model.parameters()), max_scale=1e-4 if why == "a cap" else None)
+    warmup = LambdaLR(opt, lambda step: (step + 1) / 1e5 if why == "a long warm-up" else 1.0)
+    for step in range(12):
+        if why == "no gradient":
+            opt.zero_grad()
+            (0 * model(torch.ones(4, 4))).sum().backward()
+            opt.step()
+        else:
+            train(model, opt, 1, first=step)
+        history.record(opt)
+        warmup.step()
+        hardly = [remark for remark in remarks(opt, history) if "hardly anything was trained" in remark]
+        assert len(hardly) == (step >= 9)
+    assert re.match(r"Mechanic moved the weights by [\de.-]+ of their size in 12 steps, so hardly", hardly[0])
+
+
+@pytest.mark.parametrize("steps", [10, 100])
+def test_a_run_under_a_schedule_that_ends_at_zero_has_moved(steps: int) -> None:
+    run = Trained(steps)
+    assert run.opt.metrics()["mechanic/moved"] > 0.03
+    assert not [remark for remark in remarks(run.opt, run.history) if "moved" in remark]
 
 
 def test_recording_a_group_that_comes_later() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -59,6 +60,22 @@ def test_the_end_of_fit_names_the_highest_learning_rate_in_force(caplog: pytest.
 def test_a_run_that_was_too_short_is_told_so(pl: ModuleType) -> None:
     with pytest.warns(UserWarning, match="AdamW: Mechanic was still looking for its scale"):
         trainer(pl, Mechanic(rule="paper")).fit(module(pl), loader())
+
+
+@pytest.mark.filterwarnings("ignore:.*was not finite. the step was skipped whole")
+def test_a_run_that_skipped_steps_is_told_so(pl: ModuleType) -> None:
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        if self.global_step == 5:
+            for p in self.parameters():
+                p.grad.fill_(math.nan)
+
+    model = module(pl, on_before_optimizer_step=on_before_optimizer_step)
+    with pytest.warns(UserWarning, match="Mechanic skipped") as record:
+        trainer(pl, Mechanic(), max_epochs=5).fit(model, loader())
+    assert [str(w.message) for w in record if "Mechanic skipped" in str(w.message)] == [
+        f"AdamW: Mechanic skipped 1 of {5 * BATCHES} steps, whose gradients were not finite or far larger than all "
+        "before them."
+    ]
 
 
 def test_several_optimizers_have_a_line_each(caplog: pytest.LogCaptureFixture) -> None:

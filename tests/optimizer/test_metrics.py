@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from mechanic_plugins import mechanize
 ADAMW = torch.optim.AdamW
 
 
-METRICS = {f"mechanic/{name}" for name in ("scale", "effective_lr", "h", "grad_norm", "steps", "skipped_steps")}
+METRICS = {
+    f"mechanic/{name}" for name in ("scale", "effective_lr", "h", "grad_norm", "moved", "steps", "skipped_steps")
+}
 
 
 @pytest.mark.parametrize("scope", ["all", "group"])
@@ -45,6 +48,41 @@ def test_metrics_of_one_group_before_and_after_a_step() -> None:
     assert metrics["mechanic/steps"] == 7
     assert metrics["mechanic/effective_lr"] == opt.effective_lrs[0] == opt.scale.item() * 0.5
     assert metrics["mechanic/h"] != 0
+
+
+@pytest.mark.parametrize("scope", ["all", "group"])
+def test_how_far_the_weights_have_moved(scope: Any) -> None:
+    model = perceptron()
+    start = [p.detach().clone() for p in model.parameters()]
+    size = torch.cat([x.clamp(-1, 1).flatten() for x in start]).norm().item()  # no weight is 0
+    opt = mechanize(ADAMW(two_groups(model), lr=0.5), scope=scope)
+    for step in range(8):
+        far = math.hypot(*((p - x).norm().item() for p, x in zip(model.parameters(), start, strict=True)))
+        train(model, opt, 1, first=step)
+        assert opt.metrics()["mechanic/moved"] == pytest.approx(far / size if step > 1 else 0.0, rel=1e-5)
+    assert far > 0.05 * size
+
+
+def test_how_far_is_not_always_known() -> None:
+    model = perceptron()
+    opt = mechanize(ADAMW(model.parameters()))
+    train(model, opt, 5)
+    opt.load_state_dict(opt.state_dict())
+    assert opt.metrics().keys() == METRICS - {"mechanic/moved"}
+    train(model, opt, 1)
+    assert opt.metrics().keys() == METRICS
+    opt.freeze(release=True)
+    train(model, opt, 1)
+    assert opt.metrics().keys() == METRICS - {"mechanic/moved"}
+    model = perceptron()
+    published = mechanize(ADAMW(model.parameters()), rule="paper")
+    train(model, published, 5)
+    assert published.metrics().keys() == METRICS - {"mechanic/moved"}
+    taken_over = mechanize(ADAMW(model.parameters()))
+    with pytest.warns(UserWarning, match="rule='paper'"):
+        taken_over.load_state_dict(published.state_dict())
+    train(model, taken_over, 2)
+    assert taken_over.metrics().keys() == METRICS - {"mechanic/moved"}
 
 
 def test_the_effective_lr_is_that_of_the_step_made() -> None:

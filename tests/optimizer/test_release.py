@@ -63,6 +63,7 @@ def test_it_goes_on_as_a_frozen_run_does(base: str, options: dict[str, Any]) -> 
     assert ends[1].own_names() == set()
     torch.testing.assert_close(ends[0].weights, ends[1].weights, rtol=1e-11, atol=1e-13)
     theirs, ours = (run.optimizer.metrics() for run in ends)
+    del theirs["mechanic/moved"]  # nobody knows any more where the released one started
     assert ours == pytest.approx(theirs, rel=1e-9)
     assert ours["mechanic/steps"] == 60
 

@@ -225,3 +225,78 @@ def test_training_without_mechanic_where_it_was_asked_for_fails(
     done = warm(("trains.py", *argument.split()), folder, environment(folder))
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(says) if says else done.stderr == ""
+
+
+BY_HAND = """
+import torch
+def main():
+    model = torch.nn.Linear(2, 1)
+    {build}
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(4, 2)).square().mean().backward()
+        for p in model.parameters():
+            p.data -= 0.1 * p.grad
+    model.zero_grad()
+main()
+"""
+CHILD = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, 'by_hand.py']).returncode)"
+
+
+@pytest.mark.parametrize(
+    ("build", "words", "code", "says"),
+    [
+        ("", ["by_hand.py"], 6, WARNED.format("none") + ". The program computed gradients all the same: let a torch"),
+        ("", ["by_hand.py", "--optim", "mechanic_adamw"], 6, WARNED.format("none") + ". The program computed"),
+        ("", ["child.py"], 6, WARNED.format("none") + ". The program computed"),
+        ("", ["--replace", "torch.optim.SGD", "by_hand.py"], 4, "(optimizers built: none). The program computed"),
+        (PLAIN.replace("[p]", "model.parameters()"), ["by_hand.py"], 0, WARNED.format("AdamW")),
+        (
+            MECHANIC.replace("[p]", "model.parameters()"),
+            ["by_hand.py"],
+            6,
+            "gradients were computed, but it made no step",
+        ),
+    ],
+)
+def test_a_program_that_trains_by_hand(
+    folder: Path, warm: Warm, build: str, words: list[str], code: int, says: str
+) -> None:
+    """It ended with status 0, and without a word where a child did it: there is no optimizer to speak of."""
+    (folder / "by_hand.py").write_text(BY_HAND.format(build=build))
+    (folder / "child.py").write_text(CHILD)
+    done = warm(words, folder, environment(folder))
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+
+
+LAST_WORDS = """
+import torch, warnings
+warnings.simplefilter("ignore")
+p = torch.nn.Parameter(torch.ones(8))
+opt = torch.optim.AdamW([p])
+for step in range(20):
+    p.grad = {gradient} * torch.ones(8)
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("gradient", "says"),
+    [
+        (
+            "(float('nan') if step == 5 else p.detach() - 0.5)",
+            "Mechanic skipped 1 of 20 steps, whose gradients were not",
+        ),
+        (
+            "0",
+            "Mechanic moved the weights by 0 of their size in 20 steps, so hardly anything was trained: the gradients",
+        ),
+        ("-1", "Mechanic was still looking for its scale when the run ended"),
+    ],
+)
+def test_what_looks_wrong_is_said_at_the_end(folder: Path, warm: Warm, gradient: str, says: str) -> None:
+    (folder / "train.py").write_text(LAST_WORDS.format(gradient=gradient))
+    done = warm(("--replace", "torch.optim.AdamW", "train.py"), folder, environment(folder))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"mechanic_plugins.run: {says}") == 1, done.stderr

@@ -30,6 +30,7 @@ def test_fused_equals_any_base(base: str) -> None:
     for x, y in zip(plain, fused, strict=True):
         assert ((x - y).abs() <= 300 * EPS[torch.float32] * (1 + x.abs())).all()
     torch.testing.assert_close(a.scale, b.scale, rtol=1e-4, atol=0)
+    torch.testing.assert_close(a.moved, b.moved, rtol=1e-4, atol=0)
     for p, q in zip(a._params(), b._params(), strict=True):
         assert a.state[p].keys() - {"momentum_buffer"} <= b.state[q].keys()
 
