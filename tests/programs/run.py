@@ -69,6 +69,7 @@ GROUPS = {
     "axolotl": Programs(["axolotl"], ["tests/programs/test_axolotl.py"], "axolotl"),
     "ms-swift": Programs(["ms-swift"], ["tests/programs/test_ms_swift.py"], "ms_swift"),
     "megatron": Programs(["megatron-core", "psutil"], ["tests/megatron_plugin/test_megatron.py"], ""),
+    "ray": Programs(["ray[train]", "scikit-learn"], ["tests/programs/test_ray.py"], ""),
     QUICK_STARTS: Programs(
         [
             *("deepxde", "fastai", "gpytorch", "lightning", "neuralforecast", "pykeen", "pyro-ppl", "pytorch-tabnet"),
