@@ -27,7 +27,7 @@ ROOMS = {
     "passes": {"passes"},
     "optimizer": {"optimizer"},
     "interface": {"__init__", "api", "classes", "optim", "options", "patches", "summary"},
-    "plugins": {"accelerate", "deepspeed", "ds_to_universal", "hf", "lightning", "transformers"},
+    "plugins": {"accelerate", "deepspeed", "ds_to_universal", "hf", "lightning", "megatron", "transformers"},
     "programs": {"demo", "hook", "plot", "run", "runner"},
 }
 LEVEL_OF = {name: level for level, names in enumerate(ROOMS.values()) for name in names}
@@ -41,6 +41,7 @@ FRAMEWORKS = [
     "deepspeed",
     "lightning",
     "matplotlib",
+    "megatron",
     "numpy.testing",
     "peft",
     "pytorch_lightning",

@@ -173,7 +173,8 @@ def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> st
     if torch.equal(grad, old):
         return None
     for name, kept in state.items():
-        if isinstance(kept, Tensor) and kept.shape == old.shape and any(torch.equal(kept, x) for x in (old, new)):
+        is_plain = type(kept) in (Tensor, torch.nn.Parameter)  # torchao's moments of 8 bits cannot be compared
+        if is_plain and kept.shape == old.shape and any(torch.equal(kept, x) for x in (old, new)):
             return str(name)
     return None
 

@@ -68,6 +68,9 @@ GROUPS = {
     ),
     "axolotl": Programs(["axolotl"], ["tests/programs/test_axolotl.py"], "axolotl"),
     "ms-swift": Programs(["ms-swift"], ["tests/programs/test_ms_swift.py"], "ms_swift"),
+    "megatron": Programs(["megatron-core", "psutil"], ["tests/megatron_plugin/test_megatron.py"], ""),
+    "ray": Programs(["ray[train]", "scikit-learn"], ["tests/programs/test_ray.py"], ""),
+    "torchao": Programs(["torchao"], ["tests/programs/test_low_bit.py"], ""),
     QUICK_STARTS: Programs(
         [
             *("deepxde", "fastai", "gpytorch", "lightning", "neuralforecast", "pykeen", "pyro-ppl", "pytorch-tabnet"),

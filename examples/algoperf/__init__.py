@@ -1,0 +1,1 @@
+"""AlgoPerf's runner wants a package."""

@@ -1,0 +1,120 @@
+"""Megatron-Core: one scale for all that its optimizer steps, on all ranks.
+
+    optimizer = mechanize(get_megatron_optimizer(config, [model]))  # this module's mechanize
+    mechanic_of(optimizer).scale
+
+Dense weights and experts have an optimizer each, and these step one after the other over this rank's shards. Before the
+first does, all sum over their shards, by the rule and the ranks of Megatron's gradient norm. Each then decides by the
+sums of all, and so the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+try:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+except ImportError as error:
+    raise ImportError(f"mechanic_plugins.megatron cannot import it ({error}): pip install megatron-core") from error
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from mechanic_plugins import api
+from mechanic_plugins.core.param_state import REF
+from mechanic_plugins.core.tuner import SUMS
+from mechanic_plugins.distributed.reduction import AllReduce
+from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.options import Options
+
+__all__ = ["mechanic_of", "mechanize"]
+
+_KINDS = {DistributedOptimizer, FP32Optimizer, Float16OptimizerWithFloat16Params}
+
+
+def mechanize(optimizer: Any, **options: Unpack[Options]) -> Any:
+    """Mechanizes, in place, the torch optimizers inside what `get_megatron_optimizer` returned.
+
+    Raises:
+        ValueError: An option or a set-up that Mechanic does not support here.
+    """
+    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    _refuse_unsupported(optimizer, members, options)
+    for member in (one for one in members if not one.is_stub_optimizer):
+        member.optimizer = api.mechanize(member.optimizer, **options)
+        member.optimizer.count = _refuse_to_count
+        _keep_in_checkpoints(member)
+    optimizer.step_with_ready_grads = functools.partial(_step, members, optimizer.step_with_ready_grads)
+    return optimizer
+
+
+def mechanic_of(optimizer: Any) -> MechanicOptimizer | None:
+    """The first mechanized optimizer, whose scale is that of all; None on a rank without weights to train."""
+    inner = [member.optimizer for member in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return next((one for one in inner if isinstance(one, MechanicOptimizer)), None)
+
+
+@torch.no_grad()
+def _step(members: Sequence[Any], step: Callable[[], bool]) -> bool:
+    """All gradients are complete, unscaled and clipped, and no weight has moved yet."""
+    sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64)
+    for member in members:  # all ranks take part in each, with or without shards of it
+        mine = torch.zeros_like(sums) if member.is_stub_optimizer else member.optimizer.local_sums(list(_parts(member)))
+        sums += AllReduce(member.get_grad_stats_parallel_group()).start(mine)().cpu()
+    with ExitStack() as stack:
+        for mechanic in (member.optimizer for member in members if not member.is_stub_optimizer):
+            stack.enter_context(mechanic.applying(mechanic.decide(sums)))
+        return step()
+
+
+def _parts(member: Any) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor | None]]:
+    """What this rank counts: Megatron leaves out copies that tensor parallelism or tied weights have elsewhere."""
+    counted, mechanic = {id(grad): grad for grad in member.get_main_grads_for_grad_norm()}, member.optimizer
+    for group in mechanic.param_groups:
+        for p in (p for p in group["params"] if id(p.grad) in counted):
+            yield group, p.detach(), p.grad, mechanic.state.get(p, {}).get(REF)
+
+
+def _keep_in_checkpoints(member: Any) -> None:
+    """Megatron loads into the tensors that it finds: Mechanic's must be there before."""
+    if isinstance(member, DistributedOptimizer):
+        member.optimizer.register_load_state_dict_pre_hook(_make_room)
+        member.get_parameter_state_dp_zero = _refuse_to_gather
+    elif member.init_state_fn is not None:
+        member.init_state_fn = functools.partial(_init_state, member.init_state_fn)
+
+
+def _make_room(mechanic: MechanicOptimizer, state_dict: dict[str, Any]) -> None:
+    for index, entries in state_dict["state"].items():
+        entries.setdefault(REF, torch.zeros_like(mechanic._params()[index]))
+
+
+def _init_state(original: Callable[..., None], mechanic: MechanicOptimizer, *args: Any) -> None:
+    original(mechanic, *args)
+    mechanic._create_eager_state()
+
+
+def _refuse_to_gather(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("Megatron gathers Adam's state alone: save with distrib_optim_sharding_type='dp_reshardable'.")
+
+
+def _refuse_to_count(params: Sequence[Tensor]) -> NoReturn:
+    raise RuntimeError("this optimizer holds only this rank's shards of the weights: step Megatron's own.")
+
+
+def _refuse_unsupported(optimizer: Any, members: Sequence[Any], options: Any) -> None:
+    if odd := {"rule", "scope", "settings", "group", "sync_replicas", "max_grad_norm"} & options.keys():
+        raise ValueError(
+            f"Mechanic does not take {sorted(odd)} under Megatron: one scale for all ranks, and Megatron clips."
+        )
+    kinds, config = {type(optimizer), *map(type, members)} - {ChainedOptimizer}, optimizer.config
+    if not kinds <= _KINDS or config.optimizer_cpu_offload or config.use_precision_aware_optimizer:
+        names = sorted(kind.__name__ for kind in kinds)
+        raise ValueError(f"Mechanic does not support {names} with {config}: use neither offload nor precision-aware.")
+    peaks = {max(map(api.peak_lr, one.param_groups)) for one in members if one.param_groups}
+    if len(peaks) > 1:
+        raise ValueError(f"the chained optimizers have different learning rates, {sorted(peaks)}: give them one.")
