@@ -27,7 +27,7 @@ from typing_extensions import Unpack
 from mechanic_plugins import api
 from mechanic_plugins.core.param_state import REF
 from mechanic_plugins.core.tuner import SUMS
-from mechanic_plugins.distributed.reduction import AllReduce
+from mechanic_plugins.distributed.reduction import Reduction
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import Options
 
@@ -46,7 +46,7 @@ def mechanize(optimizer: Any, **options: Unpack[Options]) -> Any:
     _refuse_unsupported(optimizer, members, options)
     for member in (one for one in members if not one.is_stub_optimizer):
         member.optimizer = api.mechanize(member.optimizer, **options)
-        member.optimizer.count = _refuse_to_count
+        member.optimizer.shares_by_engine = _refuse_to_share
         _keep_in_checkpoints(member)
     optimizer.step_with_ready_grads = functools.partial(_step, members, optimizer.step_with_ready_grads)
     return optimizer
@@ -64,7 +64,7 @@ def _step(members: Sequence[Any], step: Callable[[], bool]) -> bool:
     sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64)
     for member in members:  # all ranks take part in each, with or without shards of it
         mine = torch.zeros_like(sums) if member.is_stub_optimizer else member.optimizer.local_sums(list(_parts(member)))
-        sums += AllReduce(member.get_grad_stats_parallel_group()).start(mine)().cpu()
+        sums += Reduction(member.get_grad_stats_parallel_group())(mine).cpu()
     with ExitStack() as stack:
         for mechanic in (member.optimizer for member in members if not member.is_stub_optimizer):
             stack.enter_context(mechanic.applying(mechanic.decide(sums)))
@@ -95,14 +95,14 @@ def _make_room(mechanic: MechanicOptimizer, state_dict: dict[str, Any]) -> None:
 
 def _init_state(original: Callable[..., None], mechanic: MechanicOptimizer, *args: Any) -> None:
     original(mechanic, *args)
-    mechanic._create_eager_state()
+    mechanic._keeper.create_eager_state()
 
 
 def _refuse_to_gather(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError("Megatron gathers Adam's state alone: save with distrib_optim_sharding_type='dp_reshardable'.")
 
 
-def _refuse_to_count(params: Sequence[Tensor]) -> NoReturn:
+def _refuse_to_share(params: Sequence[Tensor]) -> NoReturn:
     raise RuntimeError("this optimizer holds only this rank's shards of the weights: step Megatron's own.")
 
 
