@@ -83,7 +83,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 demo: $(READY)
-	$(BIN)/python -m mechanic_plugins.demo $(ARGS)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 # A group of its own, installed here alone: the tests do not wait for it.
 docs: $(INSTALLED)

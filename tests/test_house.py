@@ -28,7 +28,7 @@ ROOMS = {
     "optimizer": {"optimizer"},
     "interface": {"__init__", "api", "classes", "optim", "options", "patches", "summary"},
     "plugins": {"accelerate", "deepspeed", "ds_to_universal", "hf", "lightning", "megatron", "transformers"},
-    "programs": {"demo", "hook", "plot", "run", "runner"},
+    "programs": {"hook", "plot", "run", "runner"},
 }
 LEVEL_OF = {name: level for level, names in enumerate(ROOMS.values()) for name in names}
 FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

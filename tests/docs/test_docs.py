@@ -56,7 +56,7 @@ def test_blocks_that_are_not_run_are_those_of_other_programs() -> None:
 # ------------------------------------------------------------------------------------------------ console
 
 SHORT = {
-    "python -m mechanic_plugins.demo": "--steps 20 --lrs 1e-2",
+    "python examples/demo.py": "--steps 20 --lrs 1e-2",
     "python examples/benchmarks/optimizer_step.py": "--device cpu --shapes tiny --repeats 1",
 }
 """The commands that run as they are printed, with what makes them short appended."""

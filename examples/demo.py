@@ -1,6 +1,6 @@
 """A first training run: Mechanic against a sweep of fixed learning rates, on the digits that ship with scikit-learn.
 
-    python -m mechanic_plugins.demo
+    python examples/demo.py
 
 All runs share the model, the initial weights, the batches and the schedule. The sweep is given its learning rates;
 Mechanic finds its own.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +21,13 @@ try:
     from matplotlib.figure import Figure
     from sklearn.datasets import load_digits
 except ImportError as error:
-    raise ImportError(f"the demo needs {error.name}: pip install 'mechanic-plugins[demo]'") from error
+    sys.exit(f"the demo needs {error.name}: pip install '.[demo]'")
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from mechanic_plugins.api import mechanize
-from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins import MechanicOptimizer, mechanize
 
 __all__ = ["BASES", "Run", "best_of", "compare", "main", "picture"]
 
@@ -176,15 +176,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(each.row("fixed" if runs else "Mechanic"), flush=True)
         runs.append(each)
     mechanic, *sweep = runs
-    print(f"\nMechanic learned {mechanic.lr:.1e} in one run; the best of {len(sweep)} fixed learning rates is")
-    print(f"{best_of(sweep).lr:.1e}.")
+    best = best_of(sweep)
+    print(f"\n{'Mechanic, one run:':<22}loss {mechanic.final_loss:.3f}, learned {mechanic.lr:.1e}")
+    print(f"{f'best of {len(sweep)} fixed:':<22}loss {best.final_loss:.3f}, given {best.lr:.1e}")
     picture(mechanic, sweep=sweep, title=title).savefig(args.out, dpi=200)
     print(f"Picture: {args.out}")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m mechanic_plugins.demo",
         description="Mechanic against a sweep of fixed learning rates, on scikit-learn's digits.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
