@@ -108,9 +108,9 @@ def draw(series: Series, *, title: str, loss: str | None = None) -> Figure:
         raise ImportError("the picture needs matplotlib: pip install 'mechanic-plugins[plot]'") from error
     figure = Figure(figsize=(8, 6 if losses else 3.5), layout="constrained")
     panels: Any = figure.subplots(2 if losses else 1, 1, sharex=True, squeeze=False)[:, 0]
-    _plot(panels[0], lrs, "lr in force")
+    _plot(panels[0], lrs, "learning rate in force", "crimson")
     if losses:
-        _plot(panels[1], losses, "loss")
+        _plot(panels[1], losses, "loss", "0.3")
     peak = next((pairs[-1][1] for name, pairs in series.items() if PEAK in name), None)
     panels[0].set_title(title if peak is None else f"{title}: learned lr {peak:.3g}")
     panels[-1].set_xlabel("step")
@@ -138,8 +138,9 @@ def _losses(series: Series, name: str | None) -> Series:
     return {key: pairs for key, pairs in series.items() if "loss" in key.lower() and len(pairs) > 1}
 
 
-def _plot(axes: Axes, series: Series, label: str) -> None:
+def _plot(axes: Axes, series: Series, label: str, color: str) -> None:
     values = [value for pairs in series.values() for _, value in pairs if math.isfinite(value)]
+    axes.set_prop_cycle(color=[color, "tab:blue", "tab:orange", "tab:green", "tab:purple"])
     for name, pairs in series.items():
         axes.plot(*zip(*pairs, strict=True), label=name, linewidth=1.5, marker="." if len(pairs) < 30 else "")
     if values and max(values) > 0 and min(values) >= 0:
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         log = find_log(args.run)
-        draw(read(log), title=str(log), loss=args.loss).savefig(args.out, dpi=120)
+        draw(read(log), title=log.parent.name or log.name, loss=args.loss).savefig(args.out, dpi=120)
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
     sys.stdout.write(f"{log} -> {args.out}\n")
