@@ -6,6 +6,7 @@ every base before the scale is known: the first update is only measured, and wai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -109,12 +110,13 @@ class AroundBase(Plan):
         masters_of = {id(each.param): each.master for each in lent}
         stepped = [masters_of.get(id(entry.param), entry.param) for entry in moved]
         olds = [local(x).detach().clone() for x in stepped]
-        lrs = [group["lr"] / unit for group in self.base.param_groups] if self._is_linear else ()
+        stretch = _stretch(moved, olds, unit) if self._is_linear and not any(decision.afters) else 1.0
+        lrs = [group["lr"] * (stretch / unit) for group in self.base.param_groups] if self._is_linear else ()
         try:
             result = self._step_with(lent, lrs, decision, closure)
             if not self.is_complete:
                 warn_of_own_iterates(self.base, [entry.param for entry in moved], olds)
-            updates = [local(x) - old for x, old in zip(stepped, olds, strict=True)]
+            updates = [(local(x) - old) / stretch for x, old in zip(stepped, olds, strict=True)]
             for x, old in zip(stepped, olds, strict=True):
                 local(x).copy_(old)
             self._keep(starts, lent)
@@ -189,3 +191,19 @@ class AroundBase(Plan):
                 local(master).copy_(exact(local(p), local(master)))
             lent.append(Lent(p, master, masters.stand_in(p, master)))
         return lent
+
+
+def _stretch(moved: Sequence[Entry], olds: Sequence[Tensor], unit: float) -> float:
+    """A power of two to multiply the lr by where an update of lr * gradient would be lost in the weights' rounding.
+
+    It may be far too much for bases whose updates are longer: they are exact all the same, and divided by it. It
+    differs between ranks, so no weight may move by what is read off.
+    """
+    lr = max((float(entry.group["lr"]) for entry in moved), default=0.0) / unit
+    grads = [local(entry.param.grad) for entry in moved]
+    x, g = (
+        max((each.abs().max().item() for each in tensors if each.numel()), default=0.0) for tensors in (olds, grads)
+    )
+    if not 0 < 1024 * lr * g < x < math.inf:
+        return 1.0
+    return float(2.0 ** min(math.frexp(x / (lr * g))[1], 512 if olds[0].dtype == torch.float64 else 64))

@@ -181,12 +181,18 @@ def test_a_warm_up_that_starts_at_zero_only_waits() -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e6])
-def test_the_scale_of_the_loss_does_not_matter_to_sgd(scale: float) -> None:
-    """eps was absolute: with a loss of a millionth the scale hardly rose."""
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [
+        *((scale, torch.float64) for scale in (1e-6, 1e6, 1e-30, 1e100)),
+        *((scale, torch.float32) for scale in (2.0**-40, 2.0**40)),
+    ],
+)
+def test_the_scale_of_the_loss_does_not_matter_to_sgd(scale: float, dtype: torch.dtype) -> None:
+    """With a tiny loss the first update, which is read off the weights, was lost in their rounding: nothing trained."""
     ends = []
     for factor in (1.0, scale):
-        model = perceptron(torch.float64)
+        model = perceptron(dtype)
         opt = mechanize(torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(60):
             backward(model, step)
@@ -195,7 +201,8 @@ def test_the_scale_of_the_loss_does_not_matter_to_sgd(scale: float) -> None:
                 p.grad *= factor
             opt.step()
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-9)
+    assert not torch.equal(ends[0], torch.cat([p.detach().flatten() for p in perceptron(dtype).parameters()]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6 if dtype == torch.float64 else 1e-3, atol=1e-9)
 
 
 def test_repr_shows_the_base_and_the_settings_but_no_vectors() -> None:

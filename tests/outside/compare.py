@@ -3,8 +3,8 @@
     python tests/outside/compare.py CHECKOUT [NAME ...]
 
 Alone, an optimizer runs at its default learning rate and at ten times that, and the better loss counts; mechanized it
-starts from its default, and is told the number of steps. The learning rate falls along a cosine: at a constant one,
-which step is the last is chance for many. An optimizer is worse when the mechanized loss is more than RATIO times the
+starts from its default. The learning rate falls along a cosine: at a constant one, which step is the last is chance for
+many. An optimizer is worse when the mechanized loss is more than RATIO times the
 other on either problem, or when it raises. `[[table]]` in expected.toml, and its list of what is refused, say which are
 expected to be, and why; any other that is, and any of them that is not, makes the exit status 1.
 """
