@@ -200,7 +200,7 @@ def _stretch(moved: Sequence[Entry], olds: Sequence[Tensor], unit: float) -> flo
     differs between ranks, so no weight may move by what is read off.
     """
     lr = max((float(entry.group["lr"]) for entry in moved), default=0.0) / unit
-    grads = [local(entry.param.grad) for entry in moved]
+    grads = [local(entry.param.grad) for entry in moved if entry.param.grad is not None]
     x, g = (
         max((each.abs().max().item() for each in tensors if each.numel()), default=0.0) for tensors in (olds, grads)
     )
