@@ -143,11 +143,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["2 ddp", "2 ddp_spawn"])
-def test_lightning_stops_on_all_ranks_with_whole_checkpoints(run: Runner, tmp_path: Path, where: str) -> None:
+def test_lightning_stops_on_all_ranks_with_whole_checkpoints(run: Runner, tmp_path: Path) -> None:
     """ddp_spawn's parent waits for a result that never comes, if its children end as if all were well."""
     (tmp_path / "light.py").write_text(LIGHTNING)
-    done = run("--probe", "25", "light.py", *where.split())
+    done = run("--probe", "25", "light.py", "2", "ddp_spawn")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Mechanic around AdamW, 25 steps:") == 1
     assert "ended" not in done.stdout
@@ -295,22 +294,6 @@ for x in data:
 print("ended")
 """
 # accelerate starts several processes on a CPU by mpirun alone; --multi_gpu is its torchrun, wherever it runs
-LAUNCH = "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --main_process_port=0 "
-LAUNCH += "--mixed_precision=no --dynamo_backend=no"
-
-
-@pytest.mark.slow
-def test_a_launcher_as_the_target_of_a_replacement(run: Runner, tmp_path: Path) -> None:
-    """Others are the targets of a probe: with the Trainer above, and with DeepSpeed below."""
-    (tmp_path / "train.py").write_text(ACCELERATE)
-    done = run("--replace", "torch.optim.AdamW", *LAUNCH.split(), "train.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ranks 2") == 2
-    assert done.stderr.count("is mechanized.") == 1
-    assert done.stderr.count("AdamW: Mechanic learned a learning rate of") == 1
-    assert done.stdout.count("ended") == 2
-
-
 @pytest.mark.slow
 def test_ranks_that_are_runners_themselves(run: Runner, tmp_path: Path) -> None:
     """`torchrun -m mechanic_plugins.run`: each rank has an exit status of its own to get right."""
