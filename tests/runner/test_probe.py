@@ -293,6 +293,8 @@ for x in data:
     optimizer.zero_grad()
 print("ended")
 """
+
+
 # accelerate starts several processes on a CPU by mpirun alone; --multi_gpu is its torchrun, wherever it runs
 @pytest.mark.slow
 def test_ranks_that_are_runners_themselves(run: Runner, tmp_path: Path) -> None:
