@@ -126,7 +126,7 @@ class Keeper:
 
     @contextmanager
     def loading_plain(self) -> Iterator[None]:
-        """Within, there is nothing of Mechanic's; it begins anew afterwards."""
+        """Hides all that is Mechanic's inside the block; Mechanic starts over after it."""
         checkpoint.strip(self.base.param_groups, self.base.state)
         self.is_plain = True
         try:
@@ -138,7 +138,7 @@ class Keeper:
 
     @contextmanager
     def loading_old(self) -> Iterator[None]:
-        """Within, there is what version 0.1 kept."""
+        """Gives the state the keys of version 0.1 inside the block."""
         slots, self.slots = self.slots, Slots("paper", None)
         checkpoint.strip((), self.base.state)
         self.create_eager_state()

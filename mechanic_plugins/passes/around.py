@@ -110,7 +110,8 @@ class AroundBase(Plan):
         masters_of = {id(each.param): each.master for each in lent}
         stepped = [masters_of.get(id(entry.param), entry.param) for entry in moved]
         olds = [local(x).detach().clone() for x in stepped]
-        stretch = _stretch(moved, olds, unit) if self._is_linear and not any(decision.afters) else 1.0
+        only_measures = self.slots.is_default and not any(decision.afters)
+        stretch = _stretch(moved, olds, unit) if self._is_linear and only_measures else 1.0
         lrs = [group["lr"] * (stretch / unit) for group in self.base.param_groups] if self._is_linear else ()
         try:
             result = self._step_with(lent, lrs, decision, closure)
@@ -196,8 +197,8 @@ class AroundBase(Plan):
 def _stretch(moved: Sequence[Entry], olds: Sequence[Tensor], unit: float) -> float:
     """A power of two to multiply the lr by where an update of lr * gradient would be lost in the weights' rounding.
 
-    It may be far too much for bases whose updates are longer: they are exact all the same, and divided by it. It
-    differs between ranks, so no weight may move by what is read off.
+    It may be far too much for bases whose updates are longer: they are exact all the same, and divided by it. 1 in 16
+    bits, which such updates could leave. It differs between ranks, so no weight may ever move by what is read off.
     """
     lr = max((float(entry.group["lr"]) for entry in moved), default=0.0) / unit
     grads = [local(entry.param.grad) for entry in moved if entry.param.grad is not None]
@@ -206,4 +207,4 @@ def _stretch(moved: Sequence[Entry], olds: Sequence[Tensor], unit: float) -> flo
     )
     if not 0 < 1024 * lr * g < x < math.inf:
         return 1.0
-    return float(2.0 ** min(math.frexp(x / (lr * g))[1], 512 if olds[0].dtype == torch.float64 else 64))
+    return float(2.0 ** min(math.frexp(x / (lr * g))[1], {torch.float64: 512, torch.float32: 64}.get(olds[0].dtype, 0)))

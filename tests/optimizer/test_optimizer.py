@@ -205,6 +205,15 @@ def test_the_scale_of_the_loss_does_not_matter_to_sgd(scale: float, dtype: torch
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-6 if dtype == torch.float64 else 1e-3, atol=1e-9)
 
 
+def test_a_published_rule_reads_every_update_off_the_weights() -> None:
+    """Ranks would stretch the first one differently, and their copies of a parameter would part."""
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.full((3,), 1e-6)
+    opt = mechanize(torch.optim.SGD([p], lr=0.1), rule="paper")
+    opt.step()
+    assert torch.equal(opt.state[p]["mechanic_delta"], (1 - p.grad) - 1)
+
+
 def test_repr_shows_the_base_and_the_settings_but_no_vectors() -> None:
     text = repr(mechanize(ADAMW(perceptron().parameters(), lr=0.5), max_scale=0.25))
     assert text.startswith("Mechanic around AdamW (")
