@@ -40,7 +40,7 @@ class Digits(spec.Workload):  # type: ignore[misc]
 
     target_metric_name = "accuracy"
     validation_target_value = test_target_value = 0.87
-    """Fixed rates reach 0.85 at the benchmark's own (0.0017) and 0.90 at the best of six (0.01)."""
+    """A plain NAdam reached 0.84 at the benchmark's own rate (0.0017) and 0.89 at 0.01, in the mean of three seeds."""
     loss_type = spec.LossType.SOFTMAX_CROSS_ENTROPY
     num_train_examples, num_eval_train_examples, num_validation_examples, num_test_examples = 1500, 297, 297, None
     eval_batch_size, train_mean, train_stddev = 297, 0.0, 1.0

