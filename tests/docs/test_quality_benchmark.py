@@ -221,14 +221,16 @@ def test_scores_are_taken_on_the_seeds_that_both_have_run() -> None:
     """Seed 1 is harder for everybody: a method that was not run on it must look no better for that."""
     sweep = [record("sweep", 0, 1.0, lr=0.1), record("sweep", 1, 3.0, lr=0.1), record("sweep", 0, 9.0, lr=1.0)]
     ours = [record("mechanic", 0, 1.1), record("mechanic", 1, 3.0)]
-    changed = [record("mechanic but hindsight 1", 0, 1.2, error=0.6)]
+    changed = [record("mechanic, GAIN x2", 0, 1.2, error=0.6), record("mechanic, GAIN x0.5", 0, 1.2, error=0.7)]
     results = module("results").Results([*sweep, *ours, *changed])
     assert results.score("p", "mechanic", "train_loss") == pytest.approx(4.1 / 4.0)
     assert results.methods() == ["mechanic"]
     assert module("report").ablation_table(results).splitlines() == [
-        "| problem | default | hindsight 1 |",
-        "| --- | --- | --- |",
-        "| p | +0.00 | +10.00 |",
+        "| number | convex, sgd (1 x 1) |",
+        "| --- | --- |",
+        "| as it is | +0.00 |",
+        "| GAIN x0.5 | +20.00 |",
+        "| GAIN x2 | +10.00 |",
     ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from charts import distance_chart, lr_chart
-from results import ABLATION, SOLVED, Record, Results, geometric_mean, is_error, mean, summary
+from results import SOLVED, Record, Results, geometric_mean, is_error, mean, summary
 
 FAR = 100.0
 BEHIND, OVERFITTED, POINTS = 1.3, 2.0, 1.0
@@ -72,16 +72,30 @@ def problem_table(results: Results, key: str | None = None) -> str:
 
 
 def ablation_table(results: Results) -> str:
-    """The default beside it with one constant changed, on the problems where that was run."""
-    names = results.ablations()
-    rows = []
-    for problem in judged(results):
-        key = results.measure(problem)
-        seeds = {run["seed"] for name in names for run in results.of(problem, name)}
-        scores = [results.score(problem, name, key, seeds) for name in ("mechanic", *names)]
-        if any(score is not None for score in scores[1:]):
-            rows.append([problem, *(shown(score, is_error=is_error(key)) for score in scores)])
-    return table(["problem", "default", *(name.removeprefix(ABLATION) for name in names)], rows) if rows else ""
+    """Mechanic with one number multiplied, by family: the mean over the problems and seeds that all of them ran."""
+    names = ["mechanic", *results.ablations()]
+    head, columns = ["number"], []
+    for group, problems in results.groups().items():
+        seeds = {problem: _shared_seeds(results, problem, names) for problem in problems}
+        shared = [problem for problem in problems if seeds[problem]]
+        if not shared:
+            continue
+        scores = [
+            [results.score(problem, name, results.measure(problem), seeds[problem]) for problem in shared]
+            for name in names
+        ]
+        known = [[score for score in each if score is not None] for each in scores]
+        columns.append([shown(summary(each, is_error=group.is_error), is_error=group.is_error) for each in known])
+        head.append(f"{group.family}, {group.base} ({len(shared)} x {len(seeds[shared[0]])})")
+    rows = [
+        [name.removeprefix("mechanic, ").replace("mechanic", "as it is"), *cells]
+        for name, *cells in zip(names, *columns, strict=True)
+    ]
+    return table(head, rows) if columns and len(names) > 1 else ""
+
+
+def _shared_seeds(results: Results, problem: str, names: Sequence[str]) -> set[int]:
+    return set.intersection(*({run["seed"] for run in results.of(problem, name)} for name in names))
 
 
 def lr_table(results: Results) -> str:
@@ -190,6 +204,9 @@ Divided by the schedule's factor: what a fixed peak learning rate would have to 
 {lrs}{trends}"""
 
 
+_ABLATED = """In brackets: problems x seeds. START x0.5 is the first update at its own length; DOUBT cannot be 0."""
+
+
 def page(results: Results, records: Sequence[Record]) -> str:
     """All of it."""
     bad = list(failures(results))
@@ -206,7 +223,7 @@ def page(results: Results, records: Sequence[Record]) -> str:
         failures="\n".join([f"{first}error where the loss reaches zero).", "", *(f"- {line}" for line in bad)]),
         problems=problem_table(results),
         problem_training=problem_table(results, "train_loss"),
-        ablations=f"## One constant at a time\n\n{ablated}\n\n" if ablated else "",
+        ablations=f"## One number of the rule at a time\n\n{_ABLATED}\n\n{ablated}\n\n" if ablated else "",
         lrs=f"## The base's own learning rate\n\n{lrs}\n\n" if lrs else "",
         trends=f"## Against the batch and the model's width\n\n{trends}\n" if trends else "",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -25,8 +26,8 @@ __all__ = [
 Record = dict[str, Any]
 SOLVED = 1e-4
 """Where all losses are below this, nobody is better: which zero is the smaller says nothing."""
-ABLATION = "mechanic but "
-"""How the methods are called in which one of the default constants is another."""
+ABLATION = re.compile(r"mechanic, ([A-Z]+) (x[\d.]+)")
+"""How the methods are called in which one number of the rule is multiplied."""
 UNTUNED = "AdamW at 1e-3, untuned"
 """What a user does who does not tune: a learning rate of every sweep."""
 
@@ -111,7 +112,7 @@ class Results:
     def methods(self) -> list[str]:
         """Without the sweep and without ablations; the best first, by their mean rank in the families."""
         names = {name: None for methods in self.runs.values() for name in methods if name != "sweep"}
-        chosen = [name for name in names if not name.endswith("other lrs") and not name.startswith(ABLATION)]
+        chosen = [name for name in names if not name.endswith("other lrs") and not ABLATION.fullmatch(name)]
         ranks = defaultdict(list)
         for group, problems in self.groups().items():
             for place, method in enumerate(self.ranked(group, problems, chosen)):
@@ -133,9 +134,10 @@ class Results:
         return sorted(places, key=lambda method: places[method])
 
     def ablations(self) -> list[str]:
-        """Mechanic with one constant changed."""
-        names = {name: None for methods in self.runs.values() for name in methods if name.startswith(ABLATION)}
-        return list(names)
+        """Mechanic with one number of its rule multiplied; the numbers in order, and their factors."""
+        names = {name: None for methods in self.runs.values() for name in methods if ABLATION.fullmatch(name)}
+        numbers = list(dict.fromkeys(name.split(" x")[0] for name in names))
+        return sorted(names, key=lambda name: (numbers.index(name.split(" x")[0]), float(name.split(" x")[1])))
 
 
 def is_error(key: str) -> bool:
