@@ -143,7 +143,8 @@ def _schedule_free(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
 def _schedule_free_plus(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
     from schedulefree.adamc_schedulefree_plus_paper import AdamCScheduleFreePlusPaper
 
-    # Its weight decay has another unit, and 0 is its default.
+    # Its weight decay has another unit, and 0 is its default. Its rate is the loss over the gradient's length, so it
+    # diverges where the gradient is clipped before it (the language problems); those rows are not in the records.
     built: Optimizer = AdamCScheduleFreePlusPaper(_trained(member), lr=lr)
     return built
 
