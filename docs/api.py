@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def section(module: str) -> Iterator[str]:
         thing = getattr(importlib.import_module(module), name)
         yield f"### {name}\n"
         if name not in ("MechanicOptimizer", "Mechanized"):  # which `mechanize` builds
-            yield f"```text\n{name}{arguments(thing)}\n```\n"
+            yield f"```text\n{in_lines(name + arguments(thing))}\n```\n"
         yield f"{text_of(thing)}\n"
         if inspect.isclass(thing) and name != "Mechanized":  # as MechanicOptimizer, which stands before it
             yield from members(thing)
@@ -129,6 +130,11 @@ def arguments(thing: Any) -> str:
     function = thing.__init__ if inspect.isclass(thing) else thing
     parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
     return str(inspect.Signature([p for p in parameters if p.name != "self"]))
+
+
+def in_lines(call: str) -> str:
+    """As wide as the page's column."""
+    return textwrap.fill(call, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def text_of(thing: Any) -> str:
