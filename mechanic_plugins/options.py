@@ -6,7 +6,7 @@ import ast
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypedDict, get_type_hints
+from typing import Any, Literal, TypedDict, cast, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -31,17 +31,8 @@ class Options(TypedDict, total=False):
     settings: Settings | None
 
 
-DEFAULTS: Options = {
-    "rule": None,
-    "scope": "all",
-    "max_scale": None,
-    "max_grad_norm": None,
-    "delta_dtype": None,
-    "group": None,
-    "sync_replicas": False,
-    "backend": "auto",
-    "settings": None,
-}
+_GIVEN: Options = {"scope": "all", "sync_replicas": False, "backend": "auto"}
+DEFAULTS = cast(Options, dict.fromkeys(Options.__annotations__) | _GIVEN)
 _TUNING = ("rule", "scope", "max_scale")
 
 
