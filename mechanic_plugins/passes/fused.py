@@ -110,7 +110,7 @@ class FusedBatch(Batch):
                 return False
         if list(map(Tensor.data_ptr, self._ends)) != self._places:
             return False
-        return self.tensors.refresh_pointers(self.xs(), self.grads())
+        return self.tensors.addresses.refresh(self.xs(), self.grads())
 
     def launch_key(self) -> tuple[Any, ...]:
         """What the launches of a step are made with, besides the learning rate and what is on the device."""
