@@ -43,7 +43,7 @@ def parameters() -> list[inspect.Parameter]:
 
 
 def configured(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Validates options and returns the keywords that `MechanicOptimizer` takes beside the base.
+    """Validates options and returns the keywords that `MechanicOptimizer` takes besides the base.
 
     Raises:
         TypeError: Unknown option, or a value of the wrong type.
@@ -53,7 +53,7 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in DEFAULTS:
             end = f" It has {', '.join(DEFAULTS)}."
             if name in Settings.__dataclass_fields__:
-                end += f" {name} belongs into settings=Settings({name}=...)."
+                end += f" {name} belongs in settings=Settings({name}=...)."
             raise TypeError(f"mechanize() has no option {name!r}{hint(name, DEFAULTS)}{end}")
     values: dict[str, Any] = {**DEFAULTS, **options}
     settings, tuning = values.pop("settings"), {name: values.pop(name) for name in _TUNING}

@@ -149,7 +149,7 @@ def merge(
 ) -> None:
     """Adds Mechanic's tensors (by parameter id) to the base's state, on the parameter's device.
 
-    `dtypes` says what a parameter keeps. Delta, which an older format has in the place of the reference, comes along.
+    `dtypes` says what a parameter keeps. Delta, which an older format has in place of the reference, is kept too.
     """
     for key, entries in ours.items():
         p = params.get(key)

@@ -31,8 +31,8 @@ def tuner_kernel(
 ):  # fmt: skip
     """`decide`, a tuner a program.
 
-    `constants` has the cap and the norm to clip to, `lrs` the base's lr of each tuner. Behind the rows lie the steps
-    that were made and skipped. `scales` gets, for each tuner, the scale, whether the step is made, and what the
+    `constants` has the cap and the norm to clip to, `lrs` the base's lr of each tuner. The rows are followed by the
+    numbers of steps made and skipped. `scales` gets, for each tuner, the scale, whether the step is made, and what the
     gradients are multiplied by.
     """
     program = tl.program_id(0)
@@ -107,7 +107,7 @@ def _remember_longest(old, new, norm, has_gradients):
 
 @triton.jit
 def _advance(sums, old, new, clip, lr, played, moves):
-    """`relative.advance` behind the first gradients: writes the evidence down and returns the next scale."""
+    """`relative.advance` after the first gradients: stores the evidence and returns the next scale."""
     has_gradient, peak = tl.load(sums + 1) > 0, tl.maximum(tl.load(old + _LR), lr)
     come = clip * tl.load(sums) + tl.load(sums + 5)
     weight = tl.where(has_gradient & (played > 0), lr / tl.where(peak > 0, peak, 1.0), 0.0)

@@ -139,7 +139,7 @@ class Wrapper(Optimizer):
 
     @property
     def _configuration(self) -> dict[str, Any]:
-        """What the constructor was given beside the base."""
+        """The constructor's arguments other than the base."""
         names = ("settings", "group", "sync_replicas", "backend", "max_grad_norm", "delta_dtype")
         return {name: getattr(self, name) for name in names}
 
@@ -330,7 +330,7 @@ class Wrapper(Optimizer):
     def grad_norm(self) -> Tensor:
         """The norm of all gradients that the last step was given, on all ranks, before it clipped them: 0-dim.
 
-        0 before the first step; not finite where that is why a step was skipped.
+        0 before the first step; not finite if the last step was skipped for that reason.
         """
         sums, device = self._last.get("sums", [0.0]), self._keeper.progress.tuner.device
         return gradient_norm(torch.as_tensor(sums, dtype=torch.float64, device=device))

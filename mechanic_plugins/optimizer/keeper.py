@@ -61,7 +61,7 @@ class Keeper:
         self.create_eager_state()
 
     def forget(self) -> None:
-        """Has the tuner be read from the param groups at its next use."""
+        """Makes the next use read the tuner from the param groups."""
         self._live = None
 
     @property

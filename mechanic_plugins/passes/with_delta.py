@@ -1,6 +1,6 @@
 """The published rules, x = x_ref + S * Delta: the scale multiplies the past, so the sum of all updates is kept.
 
-Slow and plain: a copy of the weights, the base's own step, and Mechanic's move. Good for any base.
+Slow and plain: a copy of the weights, the base's own step, and Mechanic's move. Works with any base.
 """
 
 from __future__ import annotations
