@@ -52,36 +52,22 @@ def _prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: An
 def _map_optimizer(original: Mapping, optimizer: Any) -> Any:
     if not isinstance(optimizer, MechanicOptimizer):
         return original(optimizer)
-    return wrap(
-        _offloaded(optimizer.base, original),
-        optimizer.settings,
-        group=optimizer.group,
-        sync_replicas=optimizer.sync_replicas,
-        backend=optimizer.backend,
-        max_grad_norm=optimizer.max_grad_norm,
-        delta_dtype=optimizer.delta_dtype,
-    )
+    return wrap(_offloaded(optimizer.base, original), **optimizer._configuration)
 
 
 def _offloaded(base: Optimizer, mapping: Mapping) -> Any:
     """DeepSpeed's CPU version of the base. accelerate would use Adam for every base it does not know."""
     if isinstance(base, (torch.optim.Adam, torch.optim.AdamW)) or type(base).__module__.startswith("deepspeed."):
-        return _linear_in_lr(mapping(base))
+        return mapping(base)
     if isinstance(base, Lion):
         from deepspeed.ops.lion import DeepSpeedCPULion
 
-        return _linear_in_lr(DeepSpeedCPULion(base.param_groups))
+        return DeepSpeedCPULion(base.param_groups)
     raise ValueError(
         f"offload_optimizer would replace {type(base).__name__} with DeepSpeedCPUAdam, a different optimizer. "
         "Use Adam, AdamW or Lion, or keep yours with "
         '"zero_force_ds_cpu_optimizer": false and "zero_allow_untested_optimizer": true in the DeepSpeed config.'
     )
-
-
-def _linear_in_lr(offloaded: Any) -> Any:
-    """Declares that the updates are proportional to lr, which keeps them precise at a small lr."""
-    type(offloaded).linear_in_lr = True
-    return offloaded
 
 
 install()

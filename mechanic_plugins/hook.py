@@ -63,28 +63,19 @@ class _Finder(importlib.abc.MetaPathFinder):
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenAct(spec.loader, _actions[fullname])
+            _act_after(spec.loader, _actions[fullname])
         return spec
 
 
-class _ThenAct(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, actions: Sequence[Action]) -> None:
-        self._loader = loader
-        self._actions = actions
+def _act_after(loader: importlib.abc.Loader, actions: Sequence[Action]) -> None:
+    """The loader itself stays: inspect, pickle and transformers' lazy imports look at it."""
+    execute = loader.exec_module
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # inspect, pickle and transformers' lazy imports must find the usual loader
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
         # transformers replaces itself with a lazy module while it runs
         module = sys.modules.get(module.__name__, module)
-        for action in self._actions:
+        for action in actions:
             action(module)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]

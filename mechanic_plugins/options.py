@@ -6,7 +6,7 @@ import ast
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypedDict, get_type_hints
+from typing import Any, Literal, TypedDict, cast, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -31,17 +31,8 @@ class Options(TypedDict, total=False):
     settings: Settings | None
 
 
-DEFAULTS: Options = {
-    "rule": None,
-    "scope": "all",
-    "max_scale": None,
-    "max_grad_norm": None,
-    "delta_dtype": None,
-    "group": None,
-    "sync_replicas": False,
-    "backend": "auto",
-    "settings": None,
-}
+_GIVEN: Options = {"scope": "all", "sync_replicas": False, "backend": "auto"}
+DEFAULTS = cast(Options, dict.fromkeys(Options.__annotations__) | _GIVEN)
 _TUNING = ("rule", "scope", "max_scale")
 
 
@@ -52,7 +43,7 @@ def parameters() -> list[inspect.Parameter]:
 
 
 def configured(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Validates options and returns the keywords that `MechanicOptimizer` takes beside the base.
+    """Validates options and returns the keywords that `MechanicOptimizer` takes besides the base.
 
     Raises:
         TypeError: Unknown option, or a value of the wrong type.
@@ -62,7 +53,7 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in DEFAULTS:
             end = f" It has {', '.join(DEFAULTS)}."
             if name in Settings.__dataclass_fields__:
-                end += f" {name} belongs into settings=Settings({name}=...)."
+                end += f" {name} belongs in settings=Settings({name}=...)."
             raise TypeError(f"mechanize() has no option {name!r}{hint(name, DEFAULTS)}{end}")
     values: dict[str, Any] = {**DEFAULTS, **options}
     settings, tuning = values.pop("settings"), {name: values.pop(name) for name in _TUNING}

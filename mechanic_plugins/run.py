@@ -62,7 +62,8 @@ def main() -> None:
             "pip install 'mechanic-plugins[transformers]', or name an optimizer to --replace."
         )
     refuse_unknown(plan, [target, *arguments])
-    ours = {__file__, runpy.__file__, "<frozen runpy>", hook.__file__, active.__file__, *_started_by()}
+    started_by = getattr(sys.modules["__main__"], "__file__", __file__)  # the file of the `mechanic-run` command
+    ours = {__file__, runpy.__file__, "<frozen runpy>", hook.__file__, active.__file__, started_by}
     sys.excepthook = _without_our_frames(ours)
     with active.told_to_children(plan) as (plan, events), _checked(plan, events, arguments):
         if target == "-m":
@@ -191,12 +192,6 @@ def _compiled(script: str) -> Any:
     except OSError as error:
         also = "" if os.sep in script or script.endswith(".py") else ", and no command of that name is on the PATH"
         stop(f"can't open file {script!r}: [Errno {error.errno}] {error.strerror}{also}")
-
-
-def _started_by() -> list[str]:
-    """The file of the `mechanic-run` command, where that is how we were started."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    return [file] if file else []
 
 
 def _without_our_frames(ours: set[str]) -> ExceptHook:

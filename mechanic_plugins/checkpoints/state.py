@@ -57,10 +57,6 @@ class Progress:
     seen: tuple[object, ...] = field(default=(), repr=False)
     """The lists that `write` put into the groups. A different object means that state was loaded since."""
 
-    @classmethod
-    def new(cls, settings: Settings, *, tuners: int, device: torch.device) -> Progress:
-        return cls(initial_state(settings, tuners=tuners, device=device))
-
     def row_of(self, group: dict[str, Any]) -> int | None:
         """The group's index among those that the tuner was read from or written to."""
         mine = dict.get(group, _S)
@@ -101,7 +97,7 @@ def read(
     groups: Sequence[dict[str, Any]], settings: Settings, *, tuners: int, device: torch.device
 ) -> tuple[Progress, str | None]:
     """The tuner in the param groups, or a new one, and a message for the user."""
-    progress = Progress.new(settings, tuners=tuners, device=device)
+    progress = Progress(initial_state(settings, tuners=tuners, device=device))
     if not holds_tuner(groups):
         return progress, None
     records = parse(groups, settings)
@@ -153,7 +149,7 @@ def merge(
 ) -> None:
     """Adds Mechanic's tensors (by parameter id) to the base's state, on the parameter's device.
 
-    `dtypes` says what a parameter keeps. Delta, which an older format has in the place of the reference, comes along.
+    `dtypes` says what a parameter keeps. Delta, which an older format has in place of the reference, is kept too.
     """
     for key, entries in ours.items():
         p = params.get(key)

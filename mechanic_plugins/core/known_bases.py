@@ -27,6 +27,7 @@ by the step count) and ASGD (lr also sets its decay)."""
 _OTHERS_LINEAR_IN_LR = (
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
     "deepspeed.ops.adam.fused_adam.FusedAdam",
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion",
     "bitsandbytes.optim.adamw.AdamW",
     "bitsandbytes.optim.adamw.AdamW8bit",
 )
@@ -39,6 +40,14 @@ _OWN_ITERATES = ("schedulefree", "prodigy", "dadapt", "lookahead", "ranger", "ma
 _OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm", "accsgd")
 """Parts of class names, and whole names, in lower case: optimizers that do not add an update to the current weights but
 compute the weights from iterates, averages or starting points of their own, or learn a scale from those."""
+
+_REFUSED = {
+    "LBFGS": "its line search evaluates points that Mechanic does not control. Use torch.optim.Adam, or LBFGS alone.",
+    "SparseAdam": "Mechanic moves every weight in every step. Use sparse=False in the embedding and torch.optim.Adam.",
+    "ZeroRedundancyOptimizer": "each rank steps different parameters and would learn its own scale. Shard with "
+    "fully_shard (FSDP2) instead.",
+}
+"""Class names, with the reason."""
 
 _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
@@ -128,22 +137,9 @@ def check_supported(base: Any) -> None:
             "mechanize(torch.optim.AdamW(model.parameters())), and hand the result to the framework, not its wrapper "
             "to mechanize()."
         )
-    if isinstance(base, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS cannot be mechanized: its line search evaluates points that Mechanic does not control. "
-            "Use torch.optim.Adam, or LBFGS alone."
-        )
-    if isinstance(base, torch.optim.SparseAdam):
-        raise ValueError(
-            "SparseAdam cannot be mechanized: Mechanic moves every weight in every step. "
-            "Use sparse=False in the embedding and torch.optim.Adam."
-        )
-    if type(base).__name__ == "ZeroRedundancyOptimizer":
-        raise ValueError(
-            "ZeroRedundancyOptimizer cannot be mechanized: each rank steps different parameters and would learn its "
-            "own scale. Shard with fully_shard (FSDP2) instead."
-        )
-    _refuse_own_iterates(type(base))
+    for name in (parent.__name__ for parent in type(base).__mro__):
+        if why := _why_not(name):
+            raise ValueError(f"{name} cannot be mechanized: {why}")
     if any(group.get("differentiable") for group in base.param_groups):
         raise ValueError(
             "differentiable=True cannot be mechanized: the scale is learned outside autograd. "
@@ -151,15 +147,14 @@ def check_supported(base: Any) -> None:
         )
 
 
-def _refuse_own_iterates(kind: type[Optimizer]) -> None:
-    for name in (parent.__name__ for parent in kind.__mro__):
-        plain = name.lower().replace("_", "")
-        if plain in _OWN_ITERATES_EXACTLY or any(part in plain for part in _OWN_ITERATES):
-            raise ValueError(
-                f"{name} cannot be mechanized: it computes the weights from its own iterates or scale, while Mechanic "
-                "assumes that a step adds an update to the weights. Mechanize the plain optimizer that it is built on, "
-                "such as AdamW or SGD, or use it alone."
-            )
+def _why_not(name: str) -> str | None:
+    plain = name.lower().replace("_", "")
+    if plain in _OWN_ITERATES_EXACTLY or any(part in plain for part in _OWN_ITERATES):
+        return (
+            "it computes the weights from its own iterates or scale, while Mechanic assumes that a step adds an update "
+            "to the weights. Mechanize the plain optimizer that it is built on, such as AdamW or SGD, or use it alone."
+        )
+    return _REFUSED.get(name)
 
 
 def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> str | None:

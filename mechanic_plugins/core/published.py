@@ -8,7 +8,7 @@ Mechanic (Cutkosky, Defazio, Mehta: "Mechanic: A Learning Rate Tuner", arXiv 230
     r = max(0, beta * r - s * h)                the reward of what was bet
     s = (s_init * m / n + r) / (sqrt(v) + eps)  the next bet; S = sum(s)
 
-|h| in m is what the paper means: with the sign as printed, a first h < 0 leaves s at 0 for ever.
+|h| in m is what the paper means: with the sign as printed, a first h < 0 leaves s at 0 forever.
 """
 
 from __future__ import annotations

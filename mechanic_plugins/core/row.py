@@ -8,28 +8,6 @@ from typing import NamedTuple
 
 __all__ = ["SCALARS", "VECTORS", "Products", "Row"]
 
-VECTORS = ("s", "r", "m", "v", "q", "w0")
-"""The paper's letters, one number for each beta. The default rule has one of each: `s` is the scale; `r`, `v` and `m`
-sum up z, z^2 and the steps. `q` and `w0` serve `rule="theory"` alone."""
-SCALARS = (
-    "s_init",
-    "played",
-    "h",
-    "lr",
-    "gradients",
-    "longest",
-    "size",
-    "length",
-    "path",
-    "travelled",
-    "elapsed",
-    "touched",
-)
-"""`played` is the scale that made the current weights, `h` what the last step saw, `lr` the base's highest lr so far,
-`gradients` the number of those that were not zero, `longest` the norm of the longest. `size`, `touched`, `length` and
-`path` are the default rule's: see `mechanic_plugins.core.relative`. `travelled` is the sum of scale * lr and `elapsed`
-that of lr; their ratio is the mean scale."""
-
 
 class Products(NamedTuple):
     """The global inner products of a step: of gradient (g), weights (x), the penalty's gradient (p), and d.
@@ -47,7 +25,16 @@ class Products(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """All that a tuner remembers."""
+    """All that a tuner remembers.
+
+    The lists have the paper's letters, one number for each beta. The default rule has one of each: `s` is the scale;
+    `r`, `v` and `m` sum up z, z^2 and the steps. `q` and `w0` serve `rule="theory"` alone.
+
+    `played` is the scale that made the current weights, `h` what the last step saw, `lr` the base's highest lr so far,
+    `gradients` the number of those that were not zero, `longest` the norm of the longest. `size`, `touched`, `length`
+    and `path` are the default rule's: see `mechanic_plugins.core.relative`. `travelled` is the sum of scale * lr and
+    `elapsed` that of lr; their ratio is the mean scale.
+    """
 
     s: list[float]
     r: list[float]
@@ -87,3 +74,7 @@ class Row:
         """One after the other."""
         vectors = [*self.s, *self.r, *self.m, *self.v, *self.q, *self.w0]
         return vectors + [getattr(self, name) for name in SCALARS]
+
+
+VECTORS = ("s", "r", "m", "v", "q", "w0")
+SCALARS = tuple(name for name in Row.__slots__ if name not in VECTORS)

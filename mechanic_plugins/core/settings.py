@@ -123,6 +123,7 @@ def _one_of(*choices: str) -> _Allowed:
     return _Allowed(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
 
 
+_NOT_NEGATIVE = "a finite number >= 0", lambda x: _is_number(x) and 0 <= x < math.inf
 _ALLOWED: dict[str, _Allowed] = {
     "rule": _one_of(*get_args(Rule)),
     "scope": _one_of(*get_args(Scope)),
@@ -136,16 +137,8 @@ _ALLOWED: dict[str, _Allowed] = {
         lambda x: _is_number(x) and 0 < x < math.inf,
         "the tuner multiplies its wealth by s_init and would never leave zero. The paper's is 1e-8.",
     ),
-    "s_decay": _Allowed(
-        "a finite number >= 0",
-        lambda x: _is_number(x) and 0 <= x < math.inf,
-        "it is the weight of a norm penalty; 0 turns it off.",
-    ),
-    "eps": _Allowed(
-        "a finite number >= 0",
-        lambda x: _is_number(x) and 0 <= x < math.inf,
-        "it is added to the divisor sqrt(v); the paper's value is 1e-8.",
-    ),
+    "s_decay": _Allowed(*_NOT_NEGATIVE, "it is the weight of a norm penalty; 0 turns it off."),
+    "eps": _Allowed(*_NOT_NEGATIVE, "it is added to the divisor sqrt(v); the paper's value is 1e-8."),
     "normalize_lr": _Allowed("True or False", lambda value: isinstance(value, bool)),
 }
 _MAX_GRAD_NORM = _Allowed(

@@ -36,9 +36,9 @@ def name_of(args: TrainingArguments) -> str:
 
 
 def class_and_kwargs(original: Callable[..., Found], args: TrainingArguments, model: Any = None) -> Found:
-    """The mechanized class that Trainer builds its optimizer from, and the arguments beside the param groups.
+    """The mechanized class that Trainer builds its optimizer from, and its arguments other than the param groups.
 
-    In the place of Trainer's own static method, which every version uses.
+    Replaces Trainer's own static method, which every version uses.
     """
     if not is_mechanic(args):
         return original(args, model)

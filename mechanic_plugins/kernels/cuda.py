@@ -13,7 +13,7 @@ __all__ = ["Habit", "captured", "is_capturing", "on"]
 
 T = TypeVar("T")
 _ALIKE = 3
-"""Steps with one key before it is recorded: one that changes all the time is not worth it."""
+"""Steps in a row with the same key before it is recorded: recording a key that keeps changing does not pay."""
 _this_thread = threading.local()
 
 
@@ -25,14 +25,14 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class Habit:
-    """Tells what comes again and again from what comes once."""
+    """Counts how many steps in a row had the same key."""
 
     def __init__(self) -> None:
         self._last: Any = None
         self._times = 0
 
     def has(self, key: Any) -> bool:
-        """Notes the key of a step; True once it was the same for some steps before."""
+        """Notes the key of a step; True from the fourth step in a row with the same key."""
         self._times = self._times + 1 if key == self._last else 1
         self._last = key
         return self._times > _ALIKE

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core import relative
 from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner import CLIP_EPS, SUMS
+from mechanic_plugins.core.tuner import SUMS
 from mechanic_plugins.core.tuner_state import TunerState
 from mechanic_plugins.kernels.cuda import is_capturing, on
 
@@ -54,13 +53,6 @@ def launch(
             HOLD=hold,
             CAPPED=settings.max_scale is not None,
             CLIPS=max_grad_norm is not None and math.isfinite(max_grad_norm),
-            CLIP_EPS=CLIP_EPS,
-            PRIOR=relative.PRIOR,
-            GAIN=relative.GAIN,
-            ADVERSE=relative.ADVERSE,
-            DOUBT=relative.DOUBT,
-            MEMORY=relative.MEMORY,
-            OUTLIER=relative.OUTLIER,
             NUMBERS=next_power_of_2(tuners * len(SUMS) + 1),
             num_warps=1,
         )

@@ -25,7 +25,7 @@ _COLLECT_BLOCK = 1024
 class TritonBatch:
     """Tensors of one kind that lie in memory as rows: the sums over them are two launches.
 
-    `refresh_pointers` comes first in every step. What does not change between steps stays on the device.
+    `addresses.refresh` comes first in every step. What does not change between steps stays on the device.
     """
 
     def __init__(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None], kept: Sequence[Kept]) -> None:
@@ -35,10 +35,6 @@ class TritonBatch:
         self.is_low = is_16_bit(self.xtype) and kept[0].master is not None
         self.table = Table(self.device, tuple(x.numel() for x in xs))
         self.addresses = Addresses(xs, grads, kept, self.table)
-
-    def refresh_pointers(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
-        """Reads the addresses of weights and gradients; False where one is not like it was."""
-        return self.addresses.refresh(xs, grads)
 
     def add_sums(self, out: Tensor, *, tuner_index: int, weight: float, maximize: bool, penalty: float) -> None:
         """Adds this list's share to a tuner's sums, and its gradients to the count at the end."""

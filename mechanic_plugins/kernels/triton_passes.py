@@ -13,16 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-X, REF, MASTER, MOMENT1, MOMENT2, STEP, NUMEL, COLUMNS = range(8)
-
-_X = tl.constexpr(X)
-_REF = tl.constexpr(REF)
-_MASTER = tl.constexpr(MASTER)
-_MOMENT1 = tl.constexpr(MOMENT1)
-_MOMENT2 = tl.constexpr(MOMENT2)
-_STEP = tl.constexpr(STEP)
-_NUMEL = tl.constexpr(NUMEL)
-_COLUMNS = tl.constexpr(COLUMNS)
+_X, _REF, _MASTER, _MOMENT1, _MOMENT2, _STEP, _NUMEL, _COLUMNS = map(tl.constexpr, range(8))
 
 
 @triton.jit

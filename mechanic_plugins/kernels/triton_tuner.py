@@ -9,6 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mechanic_plugins.core import relative
+from mechanic_plugins.core.tuner import CLIP_EPS
+
+# They stand to the right of an operator: Triton's interpreter takes constants nowhere else.
+_PRIOR, _GAIN, _ADVERSE = map(tl.constexpr, (relative.PRIOR, relative.GAIN, relative.ADVERSE))
+_DOUBT, _MEMORY, _OUTLIER = map(tl.constexpr, (relative.DOUBT, relative.MEMORY, relative.OUTLIER))
+_CLIP_EPS = tl.constexpr(CLIP_EPS)
+
 _S, _R, _M, _V, _Q = (tl.constexpr(place) for place in range(5))
 _PLAYED, _H, _LR, _GRADIENTS, _LONGEST = (tl.constexpr(place) for place in range(7, 12))
 _SIZE, _LENGTH, _PATH, _TRAVELLED, _ELAPSED, _TOUCHED = (tl.constexpr(place) for place in range(12, 18))
@@ -19,33 +27,31 @@ _WIDTH = tl.constexpr(18)
 @triton.jit
 def tuner_kernel(
     sums, old, new, constants, scales, lrs, tuners,
-    HOLD: tl.constexpr, CAPPED: tl.constexpr, CLIPS: tl.constexpr, CLIP_EPS: tl.constexpr,
-    PRIOR: tl.constexpr, GAIN: tl.constexpr, ADVERSE: tl.constexpr, DOUBT: tl.constexpr, MEMORY: tl.constexpr,
-    OUTLIER: tl.constexpr, NUMBERS: tl.constexpr,
+    HOLD: tl.constexpr, CAPPED: tl.constexpr, CLIPS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """`decide`, a tuner a program.
 
-    `constants` has the cap and the norm to clip to, `lrs` the base's lr of each tuner. Behind the rows lie the steps
-    that were made and skipped. `scales` gets, for each tuner, the scale, whether the step is made, and what the
+    `constants` has the cap and the norm to clip to, `lrs` the base's lr of each tuner. The rows are followed by the
+    numbers of steps made and skipped. `scales` gets, for each tuner, the scale, whether the step is made, and what the
     gradients are multiplied by.
     """
     program = tl.program_id(0)
     squares, is_finite = _squares(sums, tuners, NUMBERS)
     clip = tl.zeros_like(tl.load(sums)) + 1.0
     if CLIPS:
-        clip = tl.minimum(tl.load(constants + 1) / (tl.sqrt(tl.sum(squares)) + CLIP_EPS), 1.0)
+        clip = tl.minimum(tl.load(constants + 1) / (tl.sqrt(tl.sum(squares)) + _CLIP_EPS), 1.0)
     has_gradients = is_finite & (tl.load(sums + tuners * 6) > 0)
-    is_outlier = has_gradients & _has_outlier(squares, old, clip, tuners, OUTLIER, NUMBERS)
+    is_outlier = has_gradients & _has_outlier(squares, old, clip, tuners, NUMBERS)
     made = has_gradients & (is_outlier == 0)
     if program == 0:
         _note_steps(old + tuners * _WIDTH, new + tuners * _WIDTH, made, is_finite & (is_outlier == 0))
     sums += program * 6
     old += program * _WIDTH
     new += program * _WIDTH
-    _remember_longest(old, new, clip * tl.sqrt(tl.where(is_finite, tl.load(sums + 1), 0.0)), has_gradients, OUTLIER)
+    _remember_longest(old, new, clip * tl.sqrt(tl.where(is_finite, tl.load(sums + 1), 0.0)), has_gradients)
     moves = made & (not HOLD)
     lr, before = tl.load(lrs + program), tl.load(old + _PLAYED)
-    s = _advance(sums, old, new, clip, lr, before, moves, PRIOR, GAIN, ADVERSE, DOUBT, MEMORY)
+    s = _advance(sums, old, new, clip, lr, before, moves)
     if CAPPED:
         s = tl.minimum(s, tl.load(constants))
     played = tl.where(moves, s, before)
@@ -77,11 +83,11 @@ def _squares(sums, tuners, NUMBERS: tl.constexpr):
 
 
 @triton.jit
-def _has_outlier(squares, old, clip, tuners, OUTLIER: tl.constexpr, NUMBERS: tl.constexpr):
+def _has_outlier(squares, old, clip, tuners, NUMBERS: tl.constexpr):
     """Whether the gradient of any tuner is one."""
     every = tl.arange(0, NUMBERS)
     longests = tl.load(old + every * _WIDTH + _LONGEST, every < tuners, 0.0)
-    return tl.sum(tl.where((longests > 0) & (clip * tl.sqrt(squares) > OUTLIER * longests), 1, 0)) > 0
+    return tl.sum(tl.where((longests > 0) & (clip * tl.sqrt(squares) > longests * _OUTLIER), 1, 0)) > 0
 
 
 @triton.jit
@@ -92,41 +98,38 @@ def _note_steps(old, new, made, is_sound):
 
 
 @triton.jit
-def _remember_longest(old, new, norm, has_gradients, OUTLIER: tl.constexpr):
+def _remember_longest(old, new, norm, has_gradients):
     longest = tl.load(old + _LONGEST)
-    limit = OUTLIER * longest
+    limit = longest * _OUTLIER
     raised = tl.maximum(longest, tl.where((longest > 0) & (norm > limit), limit, norm))
     tl.store(new + _LONGEST, tl.where(has_gradients, raised, longest))
 
 
 @triton.jit
-def _advance(
-    sums, old, new, clip, lr, played, moves, PRIOR: tl.constexpr, GAIN: tl.constexpr, ADVERSE: tl.constexpr,
-    DOUBT: tl.constexpr, MEMORY: tl.constexpr,
-):  # fmt: skip
-    """`relative.advance` behind the first gradients: writes the evidence down and returns the next scale."""
+def _advance(sums, old, new, clip, lr, played, moves):
+    """`relative.advance` after the first gradients: stores the evidence and returns the next scale."""
     has_gradient, peak = tl.load(sums + 1) > 0, tl.maximum(tl.load(old + _LR), lr)
     come = clip * tl.load(sums) + tl.load(sums + 5)
     weight = tl.where(has_gradient & (played > 0), lr / tl.where(peak > 0, peak, 1.0), 0.0)
-    r, m, v, length = _gather(old, -come, tl.load(sums + 4), weight, peak, DOUBT, MEMORY)
+    r, m, v, length = _gather(old, -come, tl.load(sums + 4), weight, peak)
     _put(new, old, _R, r, moves)
     _put(new, old, _M, m, moves)
     _put(new, old, _V, v, moves)
     _put(new, old, _H, come / tl.where(played > 0, played, 1.0), moves)
     _put(new, old, _LENGTH, length, moves)
     _put(new, old, _GRADIENTS, tl.load(old + _GRADIENTS) + tl.where(has_gradient, 1.0, 0.0), moves)
-    rho = _rho(r, m, v, DOUBT)
+    rho = _rho(r, m, v)
     unit = peak * length
-    first = PRIOR * tl.load(old + _SIZE) * tl.sqrt(tl.load(old + _TOUCHED)) / tl.where(unit > 0, unit, 1.0)
-    scale = first * tl.exp(GAIN * tl.where(rho > 0, rho, ADVERSE * rho))
+    first = tl.load(old + _SIZE) * _PRIOR * tl.sqrt(tl.load(old + _TOUCHED)) / tl.where(unit > 0, unit, 1.0)
+    scale = first * tl.exp(tl.where(rho > 0, rho, rho * _ADVERSE) * _GAIN)
     return tl.where(has_gradient & (unit > 0), scale, tl.load(old + _S))
 
 
 @triton.jit
-def _gather(old, z, dd, weight, peak, DOUBT: tl.constexpr, MEMORY: tl.constexpr):
+def _gather(old, z, dd, weight, peak):
     """A step that counts nothing has a weight of 0."""
     run = tl.load(old + _ELAPSED) / tl.where(peak > 0, peak, 1.0)
-    kept = 1.0 - weight / (DOUBT + MEMORY * run)
+    kept = 1.0 - weight / (run * _MEMORY + _DOUBT)
     r = kept * tl.load(old + _R) + weight * z
     v = kept * tl.load(old + _V) + weight * z * z
     m = kept * tl.load(old + _M) + weight
@@ -137,8 +140,8 @@ def _gather(old, z, dd, weight, peak, DOUBT: tl.constexpr, MEMORY: tl.constexpr)
 
 
 @triton.jit
-def _rho(r, m, v, DOUBT: tl.constexpr):
-    energy = v * (m + DOUBT)
+def _rho(r, m, v):
+    energy = v * (m + _DOUBT)
     return tl.where(energy > 0, r / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 import torch.distributed as dist
 
+from mechanic_plugins.api import find
 from mechanic_plugins.checkpoints.leaving import filled, rescale, save_whole
 from mechanic_plugins.checkpoints.state import strip
 from mechanic_plugins.core.settings import Rule, Scope, Settings
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
 
-__all__ = ["Mechanic", "demechanize_checkpoint", "installed", "metrics"]
+__all__ = ["LogLearnedLr", "Mechanic", "demechanize_checkpoint", "installed", "metrics"]
 
 
 class Mechanic(Callback):
@@ -174,6 +175,18 @@ class Mechanic(Callback):
         release(trainer.strategy, self._redirected)
         vars(trainer.progress_bar_callback or self).pop("get_metrics", None)
         self._redirected = []
+
+
+class LogLearnedLr(Callback):
+    """Logs what `Mechanic` logs of optimizers that were mechanized without it, as by `mechanic-run --replace`."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # which its annotations forget
+        optimizers = [found for each in trainer.optimizers if (found := find(each)) is not None]
+        if optimizers and is_logged(trainer) and not any(isinstance(each, Mechanic) for each in callbacks):
+            pl_module.log_dict(metrics(optimizers), on_step=True, on_epoch=False)
 
 
 # -------------------------------------------------------------------- leaving

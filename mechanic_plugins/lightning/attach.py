@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -57,7 +55,9 @@ def release(strategy: Strategy, schedulers: Iterable[Any]) -> None:
     The strategy keeps the mechanized optimizers: checkpoints may be saved after fit. Their tuners are written to the
     param groups, where the next `mechanize` of the same base finds them.
     """
-    restore_schedulers(schedulers)
+    for scheduler in schedulers:  # Lightning rejects a scheduler whose optimizer was not returned with it
+        if isinstance(scheduler.optimizer, MechanicOptimizer):
+            scheduler.optimizer = scheduler.optimizer.base
     for planted in ("_init_optimizers", "load_checkpoint"):
         vars(strategy).pop(planted, None)
     for optimizer in _ours(strategy):
@@ -142,28 +142,5 @@ def redirect_schedulers(strategy: Strategy, optimizers: Sequence[MechanicOptimiz
         for optimizer in optimizers:
             if getattr(scheduler, "optimizer", None) is optimizer.base:
                 scheduler.optimizer = optimizer
-                optimizer.step = _tracked_step(optimizer)  # type: ignore[method-assign]
                 redirected.append(scheduler)
     return redirected
-
-
-def restore_schedulers(redirected: Iterable[Any]) -> None:
-    """Points them back at the base: Lightning rejects a scheduler whose optimizer was not returned with it."""
-    for scheduler in redirected:
-        if isinstance(scheduler.optimizer, MechanicOptimizer):
-            vars(scheduler.optimizer).pop("step", None)
-            scheduler.optimizer = scheduler.optimizer.base
-
-
-def _tracked_step(optimizer: MechanicOptimizer) -> Any:
-    """Marks the step as torch's schedulers do; they warn about a step without that mark."""
-    step, reference = type(optimizer).step, weakref.ref(optimizer)
-
-    @functools.wraps(step)
-    def tracked(*args: Any, **kwargs: Any) -> Any:
-        me: Any = reference()
-        me._opt_called = True
-        return step(me, *args, **kwargs)
-
-    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return tracked

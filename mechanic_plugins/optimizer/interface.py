@@ -137,6 +137,12 @@ class Wrapper(Optimizer):
             check_max_grad_norm(value)
         super().__setattr__(name, value)
 
+    @property
+    def _configuration(self) -> dict[str, Any]:
+        """The constructor's arguments other than the base."""
+        names = ("settings", "group", "sync_replicas", "backend", "max_grad_norm", "delta_dtype")
+        return {name: getattr(self, name) for name in names}
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
 
@@ -221,10 +227,10 @@ class Wrapper(Optimizer):
         return self._keeper.loading_old()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without hooks, the `step` that a scheduler plants on an instance, and the group, which has no pickle."""
+        """Without hooks, and without the group, which has no pickle."""
         self._keeper.write()
-        kept = ("base", "settings", "sync_replicas", "backend", "max_grad_norm", "delta_dtype")
-        return {**{name: getattr(self, name) for name in kept}, "_has_history": self._keeper.has_history}
+        own = {"base": self.base, "group": None, "_has_history": self._keeper.has_history}
+        return {**self._configuration, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = {"group": None, **state}
@@ -324,7 +330,7 @@ class Wrapper(Optimizer):
     def grad_norm(self) -> Tensor:
         """The norm of all gradients that the last step was given, on all ranks, before it clipped them: 0-dim.
 
-        0 before the first step; not finite where that is why a step was skipped.
+        0 before the first step; not finite if the last step was skipped for that reason.
         """
         sums, device = self._last.get("sums", [0.0]), self._keeper.progress.tuner.device
         return gradient_norm(torch.as_tensor(sums, dtype=torch.float64, device=device))

@@ -14,6 +14,7 @@ from mechanic_plugins.checkpoints.format import holds_tuner
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.param_state import DELTA, REF
 from mechanic_plugins.core.settings import Settings
+from mechanic_plugins.core.tuner_state import initial_state
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
 from mechanic_plugins.optimizer.units import Units
 from mechanic_plugins.passes.slots import Slots
@@ -56,11 +57,11 @@ class Keeper:
         else:
             self.has_history = bool(self.base.state)
             with with_real_tensors():
-                self.write(Progress.new(self.settings, tuners=self._tuners(), device=torch.device("cpu")))
+                self.write(Progress(initial_state(self.settings, tuners=self._tuners(), device=torch.device("cpu"))))
         self.create_eager_state()
 
     def forget(self) -> None:
-        """Has the tuner be read from the param groups at its next use."""
+        """Makes the next use read the tuner from the param groups."""
         self._live = None
 
     @property

@@ -1,4 +1,4 @@
-"""What a person is told of steps that were skipped: which tensors are to blame, and again when it goes on."""
+"""Warnings about skipped steps: which tensors are to blame, and how many steps in a row."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NOWHERE = (
     "finite (1.8e19 in float32), on this rank or another"
 )
 _BAD_WEIGHTS = (
-    "Every step will be skipped until those weights are finite: load them from a checkpoint. A mask of infinities "
-    "belongs into a buffer."
+    "Every step will be skipped until those weights are finite: load them from a checkpoint. Store masks of "
+    "-inf as buffers, not as parameters."
 )
 
 
@@ -58,7 +58,7 @@ def _text(groups: Sequence[dict[str, Any]], in_a_row: int) -> str:
         reason = f"the gradient of {gradients} was not finite"
     many = f" {in_a_row} steps in a row were skipped: nothing is trained." if in_a_row > 1 else ""
     return (
-        f"{reason}: the step was skipped whole, weights, moments and tuner alike.{many} "
+        f"{reason}: the step was skipped; weights, optimizer state and tuner are unchanged.{many} "
         f"{_BAD_WEIGHTS + ' ' if weights else ''}metrics()['mechanic/skipped_steps'] counts such steps."
     )
 

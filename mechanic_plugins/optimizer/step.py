@@ -42,26 +42,28 @@ from mechanic_plugins.optimizer.refusals import (
 )
 from mechanic_plugins.optimizer.tuning import has_lr_zero
 from mechanic_plugins.passes.masters import are_usable
-from mechanic_plugins.passes.plan import Closure, Entry, Plan, Sums, add_sizes, batches_of_parts
+from mechanic_plugins.passes.plan import Batch, Closure, Entry, Plan, Sums, add_sizes, batches_of_parts, sums_of
 
 __all__ = ["MechanicOptimizer", "is_called_by"]
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step with what torch puts around it, hooks and a mark for profilers, but only where they are in use.
+    """A step with what torch puts around it: a mark for schedulers and, where they are in use, hooks and profiling.
 
-    The mark takes the host longer than the launch of a whole step on a GPU.
+    Profiling takes the host longer than the launch of a whole step on a GPU.
     """
     marked = Optimizer.profile_hook_step(step)
 
     @functools.wraps(step)
     def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        vars(self)["_opt_called"] = True
         own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         has_hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         is_seen = has_hooks or torch._C._autograd._profiler_enabled()
         return (marked if is_seen else step)(self, *args, **kwargs)
 
-    wrapper.hooked = True  # type: ignore[attr-defined]  # torch does not put it around once more
+    # torch does not put its own around it once more
+    wrapper.hooked = wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -161,7 +163,7 @@ class MechanicOptimizer(Wrapper):
         tuners, device = len(progress.tuner), progress.tuner.device
         if is_told:
             return plan.device_sums(tuners, device)
-        return torch.tensor(plan.sums([False] * tuners), dtype=torch.float64, device=device)
+        return torch.tensor(sums_of(plan.batches, [False] * tuners), dtype=torch.float64, device=device)
 
     def _leaves_to_device(self, progress: Progress) -> bool:
         device, is_free = progress.tuner.device, not progress.released
@@ -186,13 +188,20 @@ class MechanicOptimizer(Wrapper):
 
     def _sums(self, plan: Plan, tuner: TunerState, reduction: Reduction, new: Mapping[int, bool]) -> Sums:
         """Of all ranks. The first gradients of new tuners also tell how large the weights are."""
-        sums = plan.sums([row.played == 0 for row in tuner.rows])
-        if new:
-            add_sizes(plan.batches, sums, new)
+        sums = self._local_sums(plan.batches, tuner.rows, new)
         if not reduction.spans_ranks:
             return sums
         numbers: Sums = reduction(torch.tensor(sums, dtype=torch.float64, device=tuner.device)).tolist()
         return numbers
+
+    def _local_sums(self, batches: Sequence[Batch], rows: Sequence[Row], new: Mapping[int, bool]) -> Sums:
+        """With a published rule every tuner waits: what is kept are the differences themselves."""
+        is_default = self._keeper.slots.is_default
+        waiting = [not is_default or row.played == 0 for row in rows]
+        sums = sums_of(batches, waiting, with_decay=bool(self.settings.s_decay))
+        if new:
+            add_sizes(batches, sums, new)
+        return sums
 
     def _was_false_start(self, sums: Sums, rows: Sequence[Row]) -> bool:
         """Whether the one gradient so far is far longer or shorter than this one. The weights have not moved yet.
@@ -313,12 +322,7 @@ class MechanicOptimizer(Wrapper):
         rows = progress.tuner.rows
         entries = [(Entry(x, g, progress.tuner_of(g), 1.0), grad, kept) for g, x, grad, kept in parts]
         batches = batches_of_parts(self.base, entries)
-        sums, is_default = [0.0] * (len(SUMS) * len(rows) + 1), self._keeper.slots.is_default
-        with_decay = not is_default and bool(self.settings.s_decay)
-        for batch in batches:
-            is_difference = is_default and rows[batch.tuner_index].played > 0
-            batch.add_sums(sums, is_waiting=not is_difference, with_dx=with_decay, with_xx=with_decay)
-        add_sizes(batches, sums, self._tuning.beginning(rows))
+        sums = self._local_sums(batches, rows, self._tuning.beginning(rows))
         return torch.tensor(sums, dtype=torch.float64, device=progress.tuner.device)
 
     def decide(self, sums: Tensor) -> Decision:

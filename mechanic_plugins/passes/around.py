@@ -1,7 +1,8 @@
 """The default rule around any base: its own step, at the learning rate lr * S.
 
-A base that is not known to be linear in lr steps at lr instead, and what it added is multiplied by S. So it is for
-every base before the scale is known: the first update is only measured, and waits in the place of the reference.
+A base that is not known to be linear in lr steps at lr instead, and what it added is multiplied by S. Before
+the scale is known, every base is stepped this way: the first update is only measured, and stored in place of the
+reference.
 """
 
 from __future__ import annotations

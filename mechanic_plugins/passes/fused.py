@@ -51,7 +51,7 @@ def can_fuse(base: Optimizer, entries: Sequence[Entry] = ()) -> bool:
 
 
 def prepare(base: Optimizer, params: Sequence[Tensor]) -> None:
-    """Has the base's state be what the kernels read: on the device, and none of it missing."""
+    """Completes the base's state for the kernels: all of it there, and on the device."""
     for p in params:
         state = base.state[p]
         for name in _moments(base):
@@ -110,7 +110,7 @@ class FusedBatch(Batch):
                 return False
         if list(map(Tensor.data_ptr, self._ends)) != self._places:
             return False
-        return self.tensors.refresh_pointers(self.xs(), self.grads())
+        return self.tensors.addresses.refresh(self.xs(), self.grads())
 
     def launch_key(self) -> tuple[Any, ...]:
         """What the launches of a step are made with, besides the learning rate and what is on the device."""
@@ -176,7 +176,7 @@ class FusedBatch(Batch):
 
 
 class FusedPlan(Plan):
-    """Good for tuners that have begun, and for parameters that have all of their state."""
+    """For tuners that have begun, and parameters whose state is complete."""
 
     recording: object = None
     """The launches as CUDA graphs: see `mechanic_plugins.optimizer.recording`."""

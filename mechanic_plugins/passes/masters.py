@@ -1,4 +1,4 @@
-"""float32 masters: what a base steps in the place of 16-bit weights.
+"""float32 masters: what a base steps in place of 16-bit weights.
 
 What a base adds to a 16-bit weight is lost where it is smaller than the weight's rounding, and Mechanic would learn
 from what is left. So the base is lent float32 weights, gradients and moments for the time of a step. Its state is kept

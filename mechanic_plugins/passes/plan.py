@@ -30,6 +30,7 @@ __all__ = [
     "add_sizes",
     "batches_of_parts",
     "exact",
+    "sums_of",
 ]
 
 Closure = Callable[[], Any]
@@ -95,12 +96,12 @@ class Batch:
             return [exact(local(p), local(wide)) for p, wide in zip(self.params, self.wides, strict=True)]
         return [local(p) for p in self.params] if self.is_sharded else self.params
 
-    def add_sums(self, out: Sums, *, is_waiting: bool, with_dx: bool, with_xx: bool) -> None:
+    def add_sums(self, out: Sums, *, is_waiting: bool, with_decay: bool = False) -> None:
         """Adds this batch's share to its tuner's sums, and its gradients to the count at the end.
 
-        `is_waiting`: the refs are the differences themselves.
+        `is_waiting`: the refs are the differences themselves. `with_decay`: <d, x> and <x, x> are wanted.
         """
-        if self._kernels is not None and not (is_waiting or with_xx) and self.can_use_kernels():
+        if self._kernels is not None and not (is_waiting or with_decay) and self.can_use_kernels():
             vector = empty_sums((len(out) - 1) // len(SUMS), self.device)
             self.add_device_sums(vector)
             out[:] = map(operator.add, out, vector.tolist())
@@ -112,8 +113,8 @@ class Batch:
             grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(xs, grads, strict=True)]
         if self.is_complex:
             xs, refs, grads = reals(xs), refs and reals(refs), reals(grads)
-        with_dx = with_dx or self.penalty != 0
-        found = self._dots.of(xs, refs, grads, is_difference=not is_waiting, with_dx=with_dx, with_xx=with_xx)
+        with_dx = with_decay or self.penalty != 0
+        found = self._dots.of(xs, refs, grads, is_difference=not is_waiting, with_dx=with_dx, with_xx=with_decay)
         (dg, gg, dd, dx, xx), weight, at = found, self.weight, len(SUMS) * self.tuner_index
         out[at + _DG] += self.sign * weight * dg
         out[at + _GG] += weight * gg
@@ -145,7 +146,7 @@ class Batch:
             return False
         if self._places != self._places_now():
             self.use_kernels()
-        return self._kernels.refresh_pointers([local(p) for p in self.params], self.grads())
+        return self._kernels.addresses.refresh([local(p) for p in self.params], self.grads())
 
     def add_device_sums(self, out: Tensor) -> None:
         """As `add_sums`, by Triton, after `can_use_kernels`."""
@@ -219,6 +220,17 @@ def add_sizes(batches: Iterable[Batch], out: Sums, new: Mapping[int, bool]) -> N
             batch.add_sizes(out, is_first=new[batch.tuner_index])
 
 
+def sums_of(batches: Iterable[Batch], waiting: Sequence[bool], *, with_decay: bool = False) -> Sums:
+    """The sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up.
+
+    `waiting` and `with_decay` as in `Batch.add_sums`, the first for each tuner.
+    """
+    out = [0.0] * (len(SUMS) * len(waiting) + 1)
+    for batch in batches:
+        batch.add_sums(out, is_waiting=waiting[batch.tuner_index], with_decay=with_decay)
+    return out
+
+
 class Plan:
     """A way of making the steps of one optimizer, good as long as its parameters and their state stay the same."""
 
@@ -265,22 +277,12 @@ class Plan:
             and False not in [old.items() <= new.items() for old, new in zip(self._options, self._groups, strict=True)]
         )
 
-    def sums(self, waiting: Sequence[bool]) -> Sums:
-        """The sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up.
-
-        `waiting` tells of each tuner whether it has not moved yet.
-        """
-        out = [0.0] * (len(SUMS) * len(waiting) + 1)
-        for batch in self.batches:
-            batch.add_sums(out, is_waiting=waiting[batch.tuner_index], with_dx=False, with_xx=False)
-        return out
-
     def decides_on_device(self) -> bool:
         """Whether this step's base can be told on the device what was decided there."""
         return False
 
     def device_sums(self, tuners: int, device: torch.device) -> Tensor:
-        """As `sums`, on the device, where that decides."""
+        """As `sums_of`, on the device, where that decides."""
         out = empty_sums(tuners, device)
         for batch in self.batches:
             batch.add_device_sums(out)

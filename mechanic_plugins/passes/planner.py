@@ -77,7 +77,7 @@ class Planner:
             return AroundBase(base, entries, tuner_of, slots, keeps=False)
         may_fuse, by_kernels = self.backend == "auto", self.backend != "foreach"
         if self.settings.rule != "relative":
-            return WithDelta(base, entries, slots, may_fuse=may_fuse, with_decay=bool(self.settings.s_decay))
+            return WithDelta(base, entries, (), slots, may_fuse=may_fuse)
         if self._can_fuse(entries) and has_begun and slots.are_complete(base.state, [e.param for e in entries]):
             return FusedPlan(base, entries)
         how = {"may_fuse": may_fuse, "by_kernels": by_kernels, "has_begun": has_begun}

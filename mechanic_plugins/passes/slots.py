@@ -65,7 +65,7 @@ class Slots:
         self.put(p, state, MASTER, torch.where(exact.to(x.dtype) == x, exact, x.float()))
 
     def conform(self, p: Tensor, state: State) -> None:
-        """Has the state lie in memory as the parameter does, whose memory format or dtype may have changed.
+        """Gives the state the parameter's memory layout, since its memory format or dtype may have changed.
 
         Kernels walk both as flat memory. Quantized moments, which are no plain floating tensors, are left alone.
         """

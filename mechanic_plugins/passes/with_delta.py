@@ -1,6 +1,6 @@
 """The published rules, x = x_ref + S * Delta: the scale multiplies the past, so the sum of all updates is kept.
 
-Slow and plain: a copy of the weights, the base's own step, and Mechanic's move. Good for any base.
+Slow and plain: a copy of the weights, the base's own step, and Mechanic's move. Works with any base.
 """
 
 from __future__ import annotations
@@ -10,34 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from mechanic_plugins.core.param_state import DELTA, REF, is_16_bit
-from mechanic_plugins.core.tuner import SUMS, Decision
+from mechanic_plugins.core.tuner import Decision
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.kernels.dots import reals
 from mechanic_plugins.passes.around import AroundBase, Lent
 from mechanic_plugins.passes.plan import Closure, Entry
-from mechanic_plugins.passes.slots import Slots
 
 __all__ = ["WithDelta"]
 
 
 class WithDelta(AroundBase):
     """Every step is read off the weights, and every parameter follows the scale."""
-
-    def __init__(
-        self, base: Optimizer, entries: Sequence[Entry], slots: Slots, *, may_fuse: bool, with_decay: bool
-    ) -> None:
-        """`with_decay`: the rule asks for <d, x> and <x, x>."""
-        super().__init__(base, entries, (), slots, may_fuse=may_fuse)
-        self._with_decay = with_decay
-
-    def sums(self, waiting: Sequence[bool]) -> list[float]:
-        out = [0.0] * (len(SUMS) * len(waiting) + 1)
-        for batch in self.batches:
-            batch.add_sums(out, is_waiting=True, with_dx=self._with_decay, with_xx=self._with_decay)
-        return out
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None) -> Any:
         return self._step_apart(decision, unit, closure)

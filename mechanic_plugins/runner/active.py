@@ -46,7 +46,7 @@ def _log_in_lightning(package: ModuleType) -> None:
 
 
 def _with_ours(original: Callable[[str], list[Any]], group: str) -> list[Any]:
-    from mechanic_plugins.runner.lightning_logs import LogLearnedLr
+    from mechanic_plugins.lightning import LogLearnedLr
 
     return [*original(group), LogLearnedLr()]
 

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import NamedTuple
 
 from mechanic_plugins.runner.console import stop
 from mechanic_plugins.runner.plan import Plan, Replacement
 
-__all__ = ["Command", "parse"]
+__all__ = ["parse"]
 
 _TORCHS_OWN = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 _BY_DEFAULT = tuple(Replacement(f"torch.optim.{name}") for name in _TORCHS_OWN.split())
 """What a probe replaces by default."""
 
 
-class Command(NamedTuple):
-    """The plan, what to run, and its arguments. The target is "-m" for a module."""
-
-    plan: Plan
-    target: str
-    arguments: list[str]
-
-
-def parse(words: list[str], usage: str) -> Command:
-    """Reads `[options] target [its arguments]`. Bad options are refused before anything is started."""
+def parse(words: list[str], usage: str) -> tuple[Plan, str, list[str]]:
+    """Reads `[options] target [its arguments]`; the target is "-m" for a module. Refuses bad options."""
     form = "%(prog)s [--replace CLASS] [--options K=V,...] [--probe STEPS] (script.py | -m module | command) ..."
     parser = argparse.ArgumentParser(prog="mechanic-run", usage=form, add_help=False, allow_abbrev=False)
     parser.add_argument("--replace", type=_replacement, action="append", default=[])
     parser.add_argument("--options", action="append", default=[])
     parser.add_argument("--probe", type=_steps, default=0)
-    # DeepSpeed's launcher puts it before the script; it is moved behind, where the script expects it
+    # DeepSpeed's launcher puts it before the script; it is moved after it, where the script expects it
     parser.add_argument("--local_rank")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("-h", "--help", action="store_true")
@@ -53,8 +44,8 @@ def parse(words: list[str], usage: str) -> Command:
     plan = Plan(replace, options=",".join(args.options), probe=args.probe, is_default=not args.replace)
     ranks = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     if args.module:
-        return Command(plan, "-m", [args.module[0], *ranks, *args.module[1:]])
-    return Command(plan, args.target[0], [*ranks, *args.target[1:]])
+        return plan, "-m", [args.module[0], *ranks, *args.module[1:]]
+    return plan, args.target[0], [*ranks, *args.target[1:]]
 
 
 def _replacement(text: str) -> Replacement:

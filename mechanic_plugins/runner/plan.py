@@ -24,11 +24,6 @@ class Replacement:
     old: str
     new: str = ""
 
-    @property
-    def module(self) -> str:
-        """Where the class is looked up."""
-        return self.old.rpartition(".")[0]
-
 
 @dataclass(frozen=True)
 class Plan:

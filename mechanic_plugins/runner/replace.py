@@ -7,7 +7,6 @@ class made here: a subclass of `MechanicOptimizer` and of the class that was cal
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -31,7 +30,7 @@ def wait_for(replacement: Replacement, plan: Plan, events: Events) -> None:
         if old is not None:
             _Replaced(old, replacement, plan, events).install()
 
-    after_import(replacement.module, act)
+    after_import(replacement.old.rpartition(".")[0], act)
 
 
 def _looked_up(name: str, module: ModuleType, plan: Plan) -> Any:
@@ -41,10 +40,10 @@ def _looked_up(name: str, module: ModuleType, plan: Plan) -> Any:
     if found is None and plan.is_default:
         return None
     if found is None:
-        by_lower = {each.lower(): each for each in dir(module) if each[0].isupper()}
-        similar = difflib.get_close_matches(last.lower(), by_lower, n=1)
-        hint = f": did you mean {module.__name__}.{by_lower[similar[0]]}?" if similar else "."
-        stop(f"--replace {name}: {module.__name__} has no {last}{hint}")
+        from mechanic_plugins.options import hint
+
+        classes = [each for each in dir(module) if each[0].isupper()]
+        stop(f"--replace {name}: {module.__name__} has no {last}{hint(last, classes)}")
     if not isinstance(found, type) or not any(c.__module__ == "torch.optim.optimizer" for c in found.__mro__):
         stop(f"--replace {name} must be a subclass of torch.optim.Optimizer, got {found!r}.")
     if is_mechanic(found) or found.__module__ == "torch.optim.optimizer":

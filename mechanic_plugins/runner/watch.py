@@ -116,8 +116,7 @@ class Watch:
     def _check_step(self, optimizer: Any) -> None:
         """A `step` that the program put on the instance is fine if it calls ours: then our hook has seen it."""
         step, name = vars(optimizer).get("step"), type(optimizer.base).__name__
-        is_theirs = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-        if is_theirs and id(step) != self._stepped_by.get(optimizer):
+        if step is not None and id(step) != self._stepped_by.get(optimizer):
             new = f"{getattr(step, '__module__', '?')}.{getattr(step, '__qualname__', step)}"
             after = f" after step {int(optimizer.tuner.steps)}" if optimizer in self._stepped_by else ""
             self._events.note("idle", f"{name}{after} (the program replaced its step() by {new})")

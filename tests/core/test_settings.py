@@ -115,7 +115,7 @@ def test_an_option_that_is_gone_is_refused(name: str) -> None:
 
 
 def test_a_constant_given_as_an_option_is_told_where_it_belongs() -> None:
-    with pytest.raises(TypeError, match=r"s_init belongs into settings=Settings\(s_init=...\)"):
+    with pytest.raises(TypeError, match=r"s_init belongs in settings=Settings\(s_init=...\)"):
         mechanize(torch.optim.SGD, s_init=1e-3)  # type: ignore[call-overload]
 
 

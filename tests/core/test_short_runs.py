@@ -50,7 +50,7 @@ def loss_after(build: Callable[[Any], torch.optim.Optimizer], steps: int, *, cos
 @pytest.mark.parametrize("steps", [30, 200])
 @pytest.mark.parametrize("base", ORDINARY)
 def test_a_short_run_is_as_good_as_at_an_ordinary_rate(base: str, steps: int, cosine: bool) -> None:
-    seeds = 5
+    seeds = 2  # five gave ratios within 0.08 of these, at 2.5 times the cost
     plain, ours = (
         sum(loss_after(build, steps, cosine=cosine, seed=seed) for seed in range(seeds)) / seeds
         for build in (ORDINARY[base], lambda params: mechanize(ORDINARY[base](params)))

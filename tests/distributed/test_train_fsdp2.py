@@ -1,4 +1,4 @@
-"""The FSDP2 example, started as its users start it, and on ranks that are there already."""
+"""The FSDP2 example, by torchrun's agents and on ranks that are there already."""
 
 from __future__ import annotations
 
@@ -29,20 +29,18 @@ TINY += ["--warmup", "5"]
 LONG = [*TINY, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "6"]
 
 
-def started(out: Path, *words: str, agents: int = 1) -> list[str]:
-    """What each agent and its workers have printed, after all ended well."""
-    command = [sys.executable, *words, *LONG, "--out", str(out)]
+def started(out: Path, script: str, *words: str) -> str:
+    """What the script's agents and their workers have printed, after all ended well."""
+    command = [sys.executable, str(HERE / script), *words, *LONG, "--out", str(out)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    running = [subprocess.Popen(command, env=env, **pipes) for _ in range(agents)]
-    try:
-        outputs = [agent.communicate(timeout=240)[0] for agent in running]
-    finally:
-        for agent in running:
+    with subprocess.Popen(command, env=env, **pipes) as agent:
+        try:
+            output = str(agent.communicate(timeout=240)[0])
+        finally:
             agent.terminate()  # it takes its workers along
-            agent.wait()
-    assert [agent.returncode for agent in running] == [0] * agents, "\n".join(outputs)
-    return outputs
+    assert agent.returncode == 0, output + "".join(path.read_text() for path in out.glob("*.txt"))
+    return output
 
 
 def log(out: Path) -> list[dict[str, Any]]:
@@ -85,9 +83,8 @@ def test_two_machines_train_as_one(undisturbed: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-    options += ["--rdzv-id=two-machines", "--local-addr=127.0.0.1"]
-    outputs = started(tmp_path, "-m", "torch.distributed.run", *options, str(SCRIPT), agents=2)
+    started(tmp_path, "train_on_two_machines.py", endpoint)
+    outputs = [(tmp_path / f"machine{number}.txt").read_text() for number in range(2)]
     silent, shown = sorted([line for line in o.splitlines() if line.startswith("step ")] for o in outputs)
     assert not silent  # one process each, one of them rank 0
     assert len(shown) == len(log(tmp_path))
@@ -97,7 +94,7 @@ def test_two_machines_train_as_one(undisturbed: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_undisturbed(undisturbed: Path, tmp_path: Path) -> None:
-    (output,) = started(tmp_path, str(HERE / "train_on_a_failing_machine.py"))
+    output = started(tmp_path, "train_on_a_failing_machine.py")
     assert "start 0 finds []" in output
     assert "start 1 finds ['step-00000012']" in output
     assert "start 2 finds ['partial-00000024', 'step-00000012']" in output

@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,20 +161,11 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("quality") / "results.jsonl"
     chosen = ("--only", "convex: iris", "GPT: GPT, adamw, 1500", "--seeds", "1", "--lrs", "1e-3", "1e-2")
-    command = [
-        sys.executable,
-        FOLDER / "run.py",
-        *chosen,
-        "--methods",
-        "mechanic",
-        "sweep",
-        "--jobs",
-        "2",
-        "--out",
-        path,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sys, "argv", ["run", *chosen, "--methods", "mechanic", "sweep", "--jobs", "2", "--out", str(path)]
+        )
+        module("run").main()
     return path
 
 

@@ -15,7 +15,7 @@ from typing import Any
 if __name__ == "__main__":
     import lean
 
-    lean.hide("bitsandbytes", "scipy", "sklearn")
+    lean.hide("bitsandbytes", "peft", "scipy", "sklearn")
 
 import torch
 from torch import Tensor

@@ -308,7 +308,7 @@ def test_an_unknown_argument_is_answered_with_the_known_one(wrong: dict[str, Any
     ("wrong", "error", "sentence"),
     [
         ({"max_skale": 1.0}, TypeError, r"has no option 'max_skale': did you mean 'max_scale'\? It has rule, "),
-        ({"s_init": 1e-3}, TypeError, r"has no option 's_init'.* belongs into settings=Settings\(s_init=\.\.\.\)"),
+        ({"s_init": 1e-3}, TypeError, r"has no option 's_init'.* belongs in settings=Settings\(s_init=\.\.\.\)"),
         ({"scope": "groups"}, ValueError, "scope must be one of 'all', 'group', got 'groups'"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
         ({"group": "x"}, TypeError, "group must be a torch.distributed ProcessGroup or None, got 'x'"),

@@ -62,7 +62,7 @@ def test_a_run_that_was_too_short_is_told_so(pl: ModuleType) -> None:
         trainer(pl, Mechanic(rule="paper")).fit(module(pl), loader())
 
 
-@pytest.mark.filterwarnings("ignore:.*was not finite. the step was skipped whole")
+@pytest.mark.filterwarnings("ignore:.*was not finite. the step was skipped")
 def test_a_run_that_skipped_steps_is_told_so(pl: ModuleType) -> None:
     def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
         if self.global_step == 5:

@@ -93,10 +93,14 @@ HF = Path(__file__).parents[1] / "hf"
 
 @pytest.mark.slow
 def test_the_trainer_stops_on_all_ranks_with_whole_checkpoints(run: Runner, tmp_path: Path) -> None:
+    """The ranks are runners themselves, as by `torchrun -m mechanic_plugins.run`, with exit statuses of their own.
+
+    DeepSpeed's launcher starts a plain script.
+    """
     options = "--max_steps 100 --per_device_train_batch_size 4 --save_steps 10 --logging_steps 5 --use_cpu True"
     options += " --report_to none --disable_tqdm True --output_dir out --learning_rate 2e-5 --result result"
-    words = ["torchrun", "--standalone", "--nproc-per-node=2", str(HF / "hf_script.py"), *options.split()]
-    done = run("--probe", "25", *words, HF_HUB_OFFLINE="1")
+    words = ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "mechanic_plugins.run", "--probe", "25"]
+    done = run("--probe", "25", *words, str(HF / "hf_script.py"), *options.split(), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is mechanized.") == 1
     assert done.stdout.count("Mechanic around AdamW, 25 steps:") == 1
@@ -285,7 +289,6 @@ data = torch.utils.data.DataLoader(torch.randn(800, 4), batch_size=4)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1000)
 model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
 assert isinstance(optimizer.optimizer, AdamW)
-print(f"ranks {accelerator.num_processes}")  # in one piece: the ranks share a pipe
 for x in data:
     accelerator.backward(((model(x) - x.sum(1, keepdim=True)) ** 2).mean())
     optimizer.step()
@@ -295,13 +298,9 @@ print("ended")
 """
 
 
-# accelerate starts several processes on a CPU by mpirun alone; --multi_gpu is its torchrun, wherever it runs
-@pytest.mark.slow
-def test_ranks_that_are_runners_themselves(run: Runner, tmp_path: Path) -> None:
-    """`torchrun -m mechanic_plugins.run`: each rank has an exit status of its own to get right."""
+def test_accelerate_prepares_a_replaced_optimizer(run_warm: Runner, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ACCELERATE)
-    words = "-m torch.distributed.run --standalone --nproc-per-node=2 -m mechanic_plugins.run --probe 30 train.py"
-    done = run("--probe", "30", *words.split())
+    done = run_warm("--probe", "30", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Mechanic around AdamW, 30 steps:") == 1
 
@@ -332,14 +331,17 @@ def test_deepspeeds_engines(run_warm: Runner, tmp_path: Path, compiled: None) ->
 
 @pytest.mark.slow
 def test_deepspeeds_launcher(run: Runner, tmp_path: Path, compiled: None) -> None:
-    """Without the compiled operators it would build them first, or wait for a build that was killed."""
+    """Without the compiled operators it would build them first, or wait for a build that was killed.
+
+    One rank: several, which stop together, are torchrun's and Lightning's above.
+    """
     rendezvous = 'deepspeed.init_distributed("gloo")\n'
     lines = DEEPSPEED.splitlines(keepends=True)
     (tmp_path / "train.py").write_text("".join(rendezvous if "HashStore" in line else line for line in lines))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = f"--probe 30 deepspeed --num_gpus 2 --master_port {port} train.py 2"
+    words = f"--probe 30 deepspeed --num_gpus 1 --master_port {port} train.py 2"
     assert_probed(run(*words.split(), **build_ops.environment()))
 
 

@@ -56,7 +56,7 @@ def expected(tensors: Tensors, *, maximize: bool = False) -> Tensor:
 
 def summed(tensors: Tensors, *, maximize: bool = False) -> Tensor:
     batch = TritonBatch(*tensors)
-    assert batch.refresh_pointers(tensors.xs, tensors.grads)
+    assert batch.addresses.refresh(tensors.xs, tensors.grads)
     out = torch.zeros(2 * len(SUMS) + 1, dtype=torch.float64)
     batch.add_sums(out, tuner_index=1, weight=0.5, maximize=maximize, penalty=0.3)
     assert not out[: len(SUMS)].any()

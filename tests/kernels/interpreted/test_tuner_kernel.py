@@ -15,7 +15,7 @@ from mechanic_plugins.core.tuner_state import initial_state
 from mechanic_plugins.kernels import gpu_tuner
 
 CPU = torch.device("cpu")
-CASES: list[dict[str, Any]] = [{}, {"max_scale": 1e-3}, {"scope": "group"}]
+CASES: list[dict[str, Any]] = [{}, {"max_scale": 1e-3}]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of an infinity

@@ -1,0 +1,40 @@
+"""examples/train_fsdp2.py by two agents of torchrun, each with one rank, as on two machines.
+
+They are forked, and fork their ranks: four new interpreters would take most of the time. What a machine prints is in
+`machine0.txt` or `machine1.txt` of the output folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch._dynamo  # noqa: F401  what a rank's first step imports
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import train_fsdp2
+
+if __name__ == "__main__":
+    endpoint = sys.argv.pop(1)
+    other = os.fork()
+    with (train_fsdp2.parse(None).out / f"machine{int(other == 0)}.txt").open("wb") as said:
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
+    elastic_launch(
+        LaunchConfig(
+            min_nodes=2,
+            max_nodes=2,
+            nproc_per_node=1,
+            run_id="two-machines",
+            max_restarts=0,
+            rdzv_backend="c10d",
+            rdzv_endpoint=endpoint,
+            local_addr="127.0.0.1",
+            start_method="fork",
+        ),
+        train_fsdp2.main,
+    )()
+    if other:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
