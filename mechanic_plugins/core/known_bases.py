@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
+    "begins_steadily",
     "can_fuse_on_cpu",
     "check_supported",
     "ignores_a_schedule",
@@ -58,6 +59,11 @@ def is_linear_in_lr(kind: type[Optimizer]) -> bool:
     name = f"{kind.__module__}.{kind.__qualname__}"
     declared = bool(getattr(kind, "linear_in_lr", False))
     return declared or _is_torchs(kind, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR
+
+
+def begins_steadily(base: Optimizer) -> bool:
+    """Whether its first updates are about as long as the later ones. RAdam's first five are not adapted."""
+    return is_linear_in_lr(type(base)) and not isinstance(base, torch.optim.RAdam)
 
 
 def ignores_a_schedule(base: Optimizer) -> bool:

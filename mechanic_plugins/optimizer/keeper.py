@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.format import holds_tuner
 from mechanic_plugins.checkpoints.state import Progress
-from mechanic_plugins.core.param_state import DELTA, REF
+from mechanic_plugins.core.param_state import DELTA, MASTER, REF
 from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.core.tuner_state import initial_state
 from mechanic_plugins.distributed.sharding import local, with_real_tensors
@@ -124,6 +124,15 @@ class Keeper:
                     self.slots.begin(p, state, has_master=False)
                     if rows and rows[self.progress.tuner_of(group)].played > 0 and self.slots.is_default:
                         self.slots.put(p, state, REF, local(p))
+
+    def return_to_start(self, tuners: Collection[int]) -> None:
+        """Gives the parameters of these tuners the weights that they began with."""
+        for group in self.base.param_groups:
+            for p in group["params"] if self.progress.tuner_of(group) in tuners else ():
+                kept = self.base.state.get(p, {})
+                if REF in kept:
+                    for weights in (p, kept[MASTER]) if MASTER in kept else (p,):
+                        local(weights).detach().copy_(local(kept[REF]))
 
     @contextmanager
     def loading_plain(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -23,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.param_state import is_16_bit
-from mechanic_plugins.core.relative import OUTLIER
+from mechanic_plugins.core.relative import OUTLIER, begin_again, has_jumped
 from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.tuner import SUMS, Decision, clip_factor
 from mechanic_plugins.core.tuner_state import TunerState, initial_state
@@ -134,11 +135,14 @@ class MechanicOptimizer(Wrapper):
         if decision is None or decision.applied is False:
             return None
         try:
-            return plan.apply(decision, unit=self._tuning.units.of_scale(progress), closure=closure)
+            result = plan.apply(decision, unit=self._tuning.units.of_scale(progress), closure=closure)
         except BaseException:
             if not reduction.spans_ranks:  # where ranks decide together, those that do not fail have moved on
                 progress.tuner = before
             raise
+        if not by_kernel and self.shares_by_engine is None and self._tuning.may_jump(progress):
+            self._undo_jump(params, progress, before, reduction)
+        return result
 
     def _decide_on_device(self, plan: Plan, progress: Progress, reduction: Reduction) -> Decision | None:
         """Without waiting for it, where the base can be told there. None where a recording has made the step."""
@@ -170,8 +174,8 @@ class MechanicOptimizer(Wrapper):
         by_kernel = is_free and self._planner.uses_kernels(device) and self._tuning.can_leave_to_device(progress)
         if is_free and not by_kernel and is_capturing(device):
             raise RuntimeError(
-                "a CUDA graph of the step can be captured once the scale is known: make three steps with a gradient "
-                "first, without a graph."
+                "a CUDA graph of the step can be captured once the scale is known: make "
+                f"{self._tuning.before_kernels} steps with a gradient first, without a graph."
             )
         return by_kernel
 
@@ -227,6 +231,26 @@ class MechanicOptimizer(Wrapper):
         constants, tuner = self._tuning.units.constants(progress), progress.tuner
         new = initial_state(constants, tuners=len(tuner), device=tuner.device)
         progress.tuner, progress.unit = new.with_rows(new.rows, (0.0, tuner.counts[1])), 0.0
+
+    def _undo_jump(
+        self, params: Sequence[Tensor], progress: Progress, before: TunerState, reduction: Reduction
+    ) -> None:
+        """Puts the weights back where they began if this step has lost them. The base keeps its state."""
+        sums = self._sums(self._plan(progress, params, False), progress.tuner, reduction, {})
+        rows, dds = [row.copy() for row in progress.tuner.rows], sums[SUMS.index("dd") : -1 : len(SUMS)]
+        lost = [index for index, (row, dd) in enumerate(zip(rows, dds, strict=True)) if has_jumped(row, dd)]
+        if not lost:
+            return
+        for index in lost:
+            begin_again(rows[index], dds[index])
+        progress.tuner = progress.tuner.with_rows(rows, (before.counts[0], before.counts[1] + 1))
+        self._keeper.return_to_start(lost)
+        warnings.warn(
+            f"an update of {type(self.base).__name__} was more than {OUTLIER:g} times as long as those before it. It "
+            "was dropped: the weights are back where they began, and the scale goes by the new length. Optimizers that "
+            "warm up by themselves do this, in the first steps only.",
+            stacklevel=4,
+        )
 
     def _decide(self, sums: Sums, progress: Progress) -> Decision:
         self._last["sums"] = sums

@@ -73,3 +73,64 @@ def test_moments_loaded_from_a_plain_run_are_kept() -> None:
         opt.load_state_dict(plain.state_dict())
     assert train(opt, 1e4, 1) == 2
     assert opt.state[p]["step"] == 7
+
+
+# ------------------------------------------------------------------------------------------------ updates that jump
+
+
+class StartsWithNothing(torch.optim.Optimizer):
+    """SGD on the gradient's sign whose first update is next to nothing."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                steps = self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+                p.sub_(group["lr"] * p.grad.sign() * (1e-4 if steps == 1 else 1.0))
+
+
+def fit(build: Any, *, loss_scale: float = 1.0, dtype: torch.dtype = torch.float32, **options: Any) -> float:
+    """The loss at the end, of a regression that Adam at 1e-2 brings to 0.03."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1)).to(dtype)
+    x = torch.randn(512, 8, dtype=dtype)
+    y = x[:, :1] * x[:, 1:2]
+    opt = mechanize(build(model), **options)
+    for _ in range(300):
+        rows = torch.randint(512, (64,))
+        opt.zero_grad()
+        ((model(x[rows]) - y[rows]).float().square().mean() * loss_scale).backward()
+        opt.step()
+    with torch.no_grad():
+        return float((model(x) - y).float().square().mean())
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "dtype"), [(1e-3, torch.float32), (1e-6, torch.float32), (1e-3, torch.bfloat16)], ids=str
+)
+def test_radam_survives_its_sixth_update(loss_scale: float, dtype: torch.dtype) -> None:
+    """Its first five are as long as the gradients, and the sixth is Adam's: the weights were lost by 1e4 and more."""
+    with pytest.warns(UserWarning, match="an update of RAdam was more than 100 times as long"):
+        assert fit(lambda model: torch.optim.RAdam(model.parameters()), loss_scale=loss_scale, dtype=dtype) < 0.1
+
+
+def test_a_first_update_that_is_next_to_nothing() -> None:
+    with pytest.warns(UserWarning, match="the weights are back where they began"):
+        assert fit(lambda model: StartsWithNothing(model.parameters())) < 0.2
+
+
+def test_only_the_group_that_jumped_goes_back() -> None:
+    jumps, steady = weights(), weights()
+    opt = mechanize(StartsWithNothing([{"params": [jumps]}, {"params": [steady]}]), scope="group")
+    opt.state[steady]["steps"] = 1
+    jumps.grad, steady.grad = torch.ones_like(jumps), torch.ones_like(steady)
+    opt.step()
+    with pytest.warns(UserWarning, match="an update of StartsWithNothing was more than 100 times as long"):
+        opt.step()
+    assert torch.equal(jumps, torch.ones_like(jumps))
+    assert 0.9 < steady.min() < 1
+    opt.step()
+    assert 0.9 < jumps.min() < 1

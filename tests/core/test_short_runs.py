@@ -74,3 +74,42 @@ def test_an_output_bias_at_the_targets_mean_does_not_set_the_scale(base: str) ->
             optimizer.step()
         scales.append(optimizer.scale.item())
     assert 0.5 <= scales[1] / scales[0] <= 2
+
+
+@pytest.mark.parametrize("base", ["Adam", "SGD-momentum"])
+def test_a_run_ends_alike_with_an_output_bias_of_any_size(base: str) -> None:
+    """AdamW's decay would pull the bias down by 100 times its lr in each step, with Mechanic or without."""
+    losses = []
+    for bias in (0.0, 1e4):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        nn.init.constant_(model[2].bias, bias)
+        optimizer = mechanize(ORDINARY[base](model.parameters()))
+        for _ in range(200):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            loss = (model(x) - bias - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert 0.8 <= losses[1] / losses[0] <= 1.25
+
+
+def test_weights_that_are_normalised_after_each_step_keep_their_rate() -> None:
+    """As in nGPT: the program, not the optimizer, puts them back onto a sphere."""
+    rates = []
+    for is_normalised in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 32, bias=False), nn.Linear(32, 4, bias=False)]
+        model, target = nn.Sequential(layers[0], nn.Tanh(), layers[1]), torch.randn(8, 4)
+        optimizer = mechanize(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for step in range(200):
+            if is_normalised or step == 0:
+                for layer in layers:
+                    layer.weight.data = F.normalize(layer.weight.data, dim=1)
+            x = torch.randn(64, 8)
+            optimizer.zero_grad()
+            (model(x) - torch.tanh(x @ target)).square().mean().backward()
+            optimizer.step()
+        rates.append(optimizer.learned_lr)
+    assert 0.5 <= rates[1] / rates[0] <= 2

@@ -2,19 +2,23 @@
 
 Four ranks share one GPU and talk over gloo, since NCCL refuses two ranks on one device. The optimizers get what FSDP2,
 HSDP and FSDP2 x TP give them: DTensors on the GPU, with the gradients of a recorded unsharded run, so that the one
-all-reduce of a step is all that is communicated. What gloo cannot do on a GPU is reported, and is no failure.
+all-reduce of a step is all that is communicated. Two ranks save a distributed checkpoint, and one and four go on with
+it. What gloo cannot do on a GPU is reported, and is no failure. Without a GPU the ranks run on the CPU.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -24,6 +28,7 @@ from mechanic_plugins import mechanize
 from mechanic_plugins.lion import Lion
 
 RANKS, STEPS = 4, 40
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = ((96, 33), (33,), (64, 96), (7, 64), (128, 128))
 Build = Callable[[Any], torch.optim.Optimizer]
 BASES: dict[str, Build] = {
@@ -51,7 +56,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
 
 def start(dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to("cuda", dtype) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in SHAPES]
 
 
 def gradient(x: Tensor, step: int) -> Tensor:
@@ -79,20 +84,35 @@ class Sharded:
     def __init__(self, case: str, layout: str) -> None:
         base, options, dtype = CASES[case]
         shape, self.placements = LAYOUTS[layout]
-        self.mesh = init_device_mesh("cuda", shape)
+        self.mesh = init_device_mesh(DEVICE, shape if len(shape) > 1 else (dist.get_world_size(),))
         self.params = [nn.Parameter(self.cut(x)) for x in start(dtype)]
         self.optimizer = mechanize(BASES[base](self.params), **options)
 
     def cut(self, x: Tensor) -> DTensor:
         """This rank's part; nothing is sent."""
         placements = [Replicate() if x.dim() == 1 and p == Shard(1) else p for p in self.placements]
-        return distribute_tensor(x, self.mesh, placements, src_data_rank=None)
+        return distribute_tensor(x.to(DEVICE), self.mesh, placements, src_data_rank=None)
 
     def train(self, recorded: Sequence[list[Tensor]]) -> None:
         for grads in recorded:
             for p, grad in zip(self.params, grads, strict=True):
                 p.grad = self.cut(grad)
             self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        weights, optimizer = get_state_dict(nn.ParameterList(self.params), self.optimizer)
+        return {"model": weights, "optimizer": optimizer}
+
+    def load(self, folder: str) -> None:
+        """Into tensors cut for this number of ranks."""
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            nn.ParameterList(self.params),
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
 
     def distance(self, weights: Sequence[Tensor]) -> float:
         """The largest difference from the unsharded weights, in this rank's part."""
@@ -103,15 +123,26 @@ class Sharded:
 
 def agreed(number: float) -> bool:
     """Bit for bit, on all ranks."""
-    numbers: list[Any] = [None] * RANKS
+    numbers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(numbers, number)
     return len(set(numbers)) == 1
 
 
-def check(rank: int, known: dict[str, Any]) -> None:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29577", "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    torch.cuda.set_device(0)
+def join(rank: int, ranks: int) -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29577", "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
     dist.init_process_group("gloo")
+
+
+def leave(failures: int = 0) -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(min(failures, 1))
+
+
+def check(rank: int, known: dict[str, Any]) -> None:
+    join(rank, RANKS)
     failures = 0
     for case in CASES:
         for layout in LAYOUTS:
@@ -122,9 +153,29 @@ def check(rank: int, known: dict[str, Any]) -> None:
             report(rank, name, attempt())
         except (RuntimeError, NotImplementedError, ValueError) as error:
             report(rank, name, f"cannot run over gloo here: {str(error).splitlines()[0][:120]}")
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.exit(min(failures, 1))
+    leave(failures)
+
+
+def save(rank: int, ranks: int, known: dict[str, Any], folder: str) -> None:
+    """Half of each run."""
+    join(rank, ranks)
+    for case, (_, recorded, _) in known.items():
+        run = Sharded(case, "FSDP2")
+        run.train(recorded[: STEPS // 2])
+        dcp.save(run.state(), checkpoint_id=f"{folder}/{case}")
+    leave()
+
+
+def resume(rank: int, ranks: int, known: dict[str, Any], folder: str) -> None:
+    """The other half, on another number of ranks: equal to the unsharded run."""
+    join(rank, ranks)
+    failures = 0
+    for case, (_, recorded, _) in known.items():
+        run = Sharded(case, "FSDP2")
+        run.load(f"{folder}/{case}")
+        run.train(recorded[STEPS // 2 :])
+        failures += compare(rank, f"{case}, saved on 2 ranks, resumed on {ranks}", case, run, known[case])
+    leave(failures)
 
 
 def report(rank: int, name: str, found: str) -> None:
@@ -133,21 +184,26 @@ def report(rank: int, name: str, found: str) -> None:
 
 
 def check_one(rank: int, case: str, layout: str, known: Any) -> int:
-    weights, recorded, scale = ([x.cuda() for x in known[0]], [[g.cuda() for g in each] for each in known[1]], known[2])
     run = Sharded(case, layout)
-    run.train(recorded)
+    run.train(known[1])
+    return compare(rank, f"{case}, {layout}", case, run, known)
+
+
+def compare(rank: int, name: str, case: str, run: Sharded, known: Any) -> int:
+    """With the unsharded run."""
+    weights, _, scale = known
     mine = float(run.optimizer.scale)
     apart, limit = run.distance(weights), 2e-2 if CASES[case][2] == torch.bfloat16 else 1e-5
     same = agreed(mine)
     is_ok = same and abs(mine / scale - 1) < 1e-4 and apart < limit
     found = f"scale {mine:.6g}, unsharded {scale:.6g}, weights apart {apart:.1g}, ranks {'alike' if same else 'differ'}"
-    report(rank, f"{case}, {layout}", f"{'ok' if is_ok else 'FAILED'} {found}")
+    report(rank, name, f"{'ok' if is_ok else 'FAILED'} {found}")
     return int(not is_ok)
 
 
 def check_resume(rank: int, case: str, known: Any) -> int:
     """Half of the run, its state into a new optimizer, the other half: bit for bit."""
-    recorded = [[g.cuda() for g in each] for each in known[1]]
+    recorded = known[1]
     whole, first, second = (Sharded(case, "FSDP2") for _ in range(3))
     whole.train(recorded)
     first.train(recorded[: STEPS // 2])
@@ -163,12 +219,12 @@ def check_resume(rank: int, case: str, known: Any) -> int:
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).cuda()
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).to(DEVICE)
 
 
 def trained(model: nn.Module, rows: slice) -> float:
     optimizer = mechanize(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), max_grad_norm=1.0)
-    inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).cuda()
+    inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(inputs[rows]).square().mean().backward()
@@ -184,7 +240,7 @@ def try_ddp() -> str:
 def try_fsdp2() -> str:
     model = network()
     for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=init_device_mesh("cuda", (RANKS,)))
+        fully_shard(layer, mesh=init_device_mesh(DEVICE, (RANKS,)))
     scale = trained(model, slice(dist.get_rank(), None, RANKS))
     return f"{'ok' if agreed(scale) else 'FAILED'} scale {scale:.6g}, ranks compared bit for bit"
 
@@ -197,6 +253,9 @@ def main() -> None:
         for case, (weights, recorded, scale) in known.items()
     }
     torch.multiprocessing.spawn(check, (on_cpu,), nprocs=RANKS)
+    with tempfile.TemporaryDirectory() as folder:
+        for leg, ranks in ((save, 2), (resume, 1), (resume, 4)):
+            torch.multiprocessing.spawn(leg, (ranks, on_cpu, folder), nprocs=ranks)
     print("all ok")
 
 

@@ -82,7 +82,7 @@ GROUPS = {
     ),
 }
 
-NEEDED = ["pytest", "pytest-timeout", "pytest-xdist"]
+NEEDED = ["numpy", "pytest", "pytest-timeout", "pytest-xdist"]
 
 
 def main() -> int:
