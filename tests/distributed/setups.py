@@ -216,6 +216,7 @@ SETUPS: dict[str, Callable[[Net], Setup]] = {
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "radam": lambda params: torch.optim.RAdam(params, lr=1e-3),
 }
 
 

@@ -48,6 +48,18 @@ def test_ranks_drop_an_outlier_as_one_process_does(
     assert_all_close(results, expected, tolerance=1e-12)
 
 
+@pytest.mark.parametrize(("name", "world"), [("ddp", 2), ("fsdp2", 4)], ids=str)
+@pytest.mark.filterwarnings("ignore:an update of RAdam was more than 100 times as long")
+def test_ranks_drop_an_update_that_jumps_as_one_process_does(
+    ranks: Callable[[int], Ranks], name: str, world: int
+) -> None:
+    """RAdam's sixth, since the gradients are short."""
+    factors = dict.fromkeys(range(STEPS), 1e-4)
+    expected = train(0, "alone", "radam", factors)
+    assert expected["skipped"] == 1
+    assert_all_close(ranks(world)(train, name, "radam", factors), expected, tolerance=1e-9)
+
+
 def train_resumed(rank: int, stop: int) -> list[Any]:
     """A first gradient that is forgotten at the second step, with a checkpoint after `stop` steps."""
     run = Run.start("fsdp2", counted=False)
