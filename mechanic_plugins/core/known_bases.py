@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
-    "begins_steadily",
     "can_fuse_on_cpu",
     "check_supported",
     "ignores_a_schedule",
@@ -19,6 +18,7 @@ __all__ = [
     "l2_penalty",
     "own_iterate",
     "skips_on_found_inf",
+    "watched_steps",
 ]
 
 _LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Muon")
@@ -61,9 +61,9 @@ def is_linear_in_lr(kind: type[Optimizer]) -> bool:
     return declared or _is_torchs(kind, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR
 
 
-def begins_steadily(base: Optimizer) -> bool:
-    """Whether its first updates are about as long as the later ones. RAdam's first five are not adapted."""
-    return is_linear_in_lr(type(base)) and not isinstance(base, torch.optim.RAdam)
+def watched_steps(base: Optimizer) -> int:
+    """In how many steps an update may turn out to be far longer than those before it, as RAdam's sixth does."""
+    return 10 if isinstance(base, torch.optim.RAdam) or not is_linear_in_lr(type(base)) else 0
 
 
 def ignores_a_schedule(base: Optimizer) -> bool:

@@ -25,21 +25,7 @@ import math
 
 from mechanic_plugins.core.row import Products, Row
 
-__all__ = [
-    "ADVERSE",
-    "BEGINNING",
-    "DOUBT",
-    "GAIN",
-    "MEMORY",
-    "OUTLIER",
-    "PRIOR",
-    "START",
-    "WATCHED",
-    "advance",
-    "begin_again",
-    "has_jumped",
-    "walk",
-]
+__all__ = ["ADVERSE", "BEGINNING", "DOUBT", "GAIN", "MEMORY", "OUTLIER", "PRIOR", "START", "advance", "restart", "walk"]
 
 PRIOR = 0.025
 """The share of the weights' size that a step should change."""
@@ -55,8 +41,6 @@ MEMORY = 0.25
 """The window of the evidence, as a share of the run so far."""
 BEGINNING = 3
 """Gradients in which the trained elements are counted."""
-WATCHED = 10
-"""Gradients in which an update may turn out to be `OUTLIER` times as long as those before it, as RAdam's sixth is."""
 OUTLIER = 100.0
 """A gradient that much longer than any before it is skipped. Each skip raises the limit by as much, so that gradients
 that have really grown are skipped once or twice only."""
@@ -96,16 +80,14 @@ def walk(row: Row, before: float, lr: float) -> None:
     row.path += ((row.played or 1.0) * lr) ** 2
 
 
-def has_jumped(row: Row, dd: float) -> bool:
-    """Whether the step that was just made was so long that the weights are lost."""
-    return row.played > 0 and 0 < (OUTLIER * row.length) ** 2 * row.path < dd
-
-
-def begin_again(row: Row, dd: float) -> None:
-    """From where the run began, with the length that has turned out."""
+def restart(row: Row, dd: float) -> bool:
+    """Begins again if the step just made was so long that the weights are lost, with that length. Whether it was."""
+    if not 0 < (OUTLIER * row.length) ** 2 * row.path < dd or row.played == 0:
+        return False
     row.length = min(math.sqrt(dd / row.path), OUTLIER**2 * row.length)
     row.r, row.v, row.m = [0.0], [0.0], [0.0]
     row.path = row.travelled = row.elapsed = 0.0
+    return True
 
 
 def _size(sums: Products) -> float:

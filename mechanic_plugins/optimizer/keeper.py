@@ -130,9 +130,8 @@ class Keeper:
         for group in self.base.param_groups:
             for p in group["params"] if self.progress.tuner_of(group) in tuners else ():
                 kept = self.base.state.get(p, {})
-                if REF in kept:
-                    for weights in (p, kept[MASTER]) if MASTER in kept else (p,):
-                        local(weights).detach().copy_(local(kept[REF]))
+                for weights in (p, kept.get(MASTER, p)) if REF in kept else ():
+                    local(weights).detach().copy_(local(kept[REF]))
 
     @contextmanager
     def loading_plain(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.param_state import is_16_bit
-from mechanic_plugins.core.relative import OUTLIER, begin_again, has_jumped
+from mechanic_plugins.core.relative import OUTLIER, restart
 from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.tuner import SUMS, Decision, clip_factor
 from mechanic_plugins.core.tuner_state import TunerState, initial_state
@@ -210,10 +210,8 @@ class MechanicOptimizer(Wrapper):
     def _was_false_start(self, sums: Sums, rows: Sequence[Row]) -> bool:
         """Whether the one gradient so far is far longer or shorter than this one. The weights have not moved yet.
 
-        Which of the two is the odd one the next step shows. A scale by the first would be as far off as that is.
-
-        Never for a base whose state cannot be dropped: it was there before the first step, or an engine has views of
-        it. DeepSpeed's engines therefore keep such a gradient; those that call `decide` do not come here at all.
+        Which of the two is the odd one the next step shows. Never for a base whose state cannot be dropped: it was
+        there before the first step, or an engine has views of it, as DeepSpeed's.
         """
         if self._keeper.has_history or self.shares_by_engine is not None:
             return False
@@ -238,17 +236,14 @@ class MechanicOptimizer(Wrapper):
         """Puts the weights back where they began if this step has lost them. The base keeps its state."""
         sums = self._sums(self._plan(progress, params, False), progress.tuner, reduction, {})
         rows, dds = [row.copy() for row in progress.tuner.rows], sums[SUMS.index("dd") : -1 : len(SUMS)]
-        lost = [index for index, (row, dd) in enumerate(zip(rows, dds, strict=True)) if has_jumped(row, dd)]
+        lost = [index for index, (row, dd) in enumerate(zip(rows, dds, strict=True)) if restart(row, dd)]
         if not lost:
             return
-        for index in lost:
-            begin_again(rows[index], dds[index])
-        progress.tuner = progress.tuner.with_rows(rows, (before.counts[0], before.counts[1] + 1))
+        progress.tuner = progress.tuner.with_rows(rows, before.counts)
         self._keeper.return_to_start(lost)
         warnings.warn(
-            f"an update of {type(self.base).__name__} was more than {OUTLIER:g} times as long as those before it. It "
-            "was dropped: the weights are back where they began, and the scale goes by the new length. Optimizers that "
-            "warm up by themselves do this, in the first steps only.",
+            f"an update of {type(self.base).__name__} was more than {OUTLIER:g} times as long as those before it and was "
+            "dropped: the weights are back where they began, and the scale goes by the new length.",
             stacklevel=4,
         )
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core import known_bases
-from mechanic_plugins.core.relative import BEGINNING, WATCHED
+from mechanic_plugins.core.relative import BEGINNING
 from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.schedule import scheduled_lr
 from mechanic_plugins.core.settings import Settings
@@ -44,8 +44,8 @@ class Tuning:
         The two rules that start with a scale above 0 take such a step as published: their warm-ups would differ.
         """
 
-        self.before_kernels = BEGINNING if known_bases.begins_steadily(base) else WATCHED
-        """Gradients before a kernel may decide."""
+        self._watched = known_bases.watched_steps(base) if settings.rule == "relative" else 0
+        self.before_kernels = max(BEGINNING, self._watched)
 
     def beginning(self, rows: Sequence[Row]) -> dict[int, bool]:
         """The tuners that begin, and whether they have seen no gradient yet: the default rule measures with those."""
@@ -55,9 +55,8 @@ class Tuning:
 
     def may_jump(self, progress: Progress) -> bool:
         """Whether an update may still turn out to be far longer than those before it."""
-        if self.before_kernels == BEGINNING or self.settings.rule != "relative" or progress.frozen:
-            return False
-        return any(row.gradients <= WATCHED for row in progress.tuner.rows)
+        is_learning = self._watched > 0 and not progress.frozen
+        return is_learning and any(row.gradients <= self._watched for row in progress.tuner.rows)
 
     def by_floats(self, sums: Sequence[float], progress: Progress, max_grad_norm: float | None) -> Decision:
         """Moves `progress` on. A skipped step leaves no trace there but the count, and the longest gradient."""
