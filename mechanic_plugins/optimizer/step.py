@@ -242,8 +242,8 @@ class MechanicOptimizer(Wrapper):
         progress.tuner = progress.tuner.with_rows(rows, before.counts)
         self._keeper.return_to_start(lost)
         warnings.warn(
-            f"an update of {type(self.base).__name__} was more than {OUTLIER:g} times as long as those before it and was "
-            "dropped: the weights are back where they began, and the scale goes by the new length.",
+            f"an update of {type(self.base).__name__} was more than {OUTLIER:g} times as long as those before it and "
+            "was dropped: the weights are back where they began, and the scale goes by the new length.",
             stacklevel=4,
         )
 
