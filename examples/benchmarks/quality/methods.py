@@ -98,7 +98,8 @@ def ablated(number: str, factor: float) -> Method:
     def build(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
         for name, value in _NUMBERS.items():
             setattr(relative, name, value * factor if name == number else value)
-        return mechanize(base_optimizer(problem, member, lr))
+        # a kernel of a GPU has the numbers compiled in
+        return mechanize(base_optimizer(problem, member, lr), backend="foreach" if number else "auto")
 
     return Method(build)
 
