@@ -134,3 +134,14 @@ def test_only_the_group_that_jumped_goes_back() -> None:
     assert 0.9 < steady.min() < 1
     opt.step()
     assert 0.9 < jumps.min() < 1
+
+
+def test_weights_that_the_user_replaced_stay() -> None:
+    """They are as far from the start as after a jump, and no step has brought them there."""
+    p = weights()
+    opt = mechanize(torch.optim.RAdam([p], lr=0.1), max_scale=1e-6)
+    train(opt, 1, 1, 1)
+    with torch.no_grad():
+        p.fill_(7.0)
+    train(opt, 1, 1)
+    assert 6.9 < p.min()
