@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import train_on_a_failing_machine
+import train_on_two_machines
 from problems import differences
 from ranks import Ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_fsdp2.py"
 
 STEPS, SAVE_EVERY = 36, 12
@@ -29,18 +30,26 @@ TINY += ["--warmup", "5"]
 LONG = [*TINY, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "6"]
 
 
-def started(out: Path, script: str, *words: str) -> str:
-    """What the script's agents and their workers have printed, after all ended well."""
-    command = [sys.executable, str(HERE / script), *words, *LONG, "--out", str(out)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=env, **pipes) as agent:
-        try:
-            output = str(agent.communicate(timeout=240)[0])
-        finally:
-            agent.terminate()  # it takes its workers along
-    assert agent.returncode == 0, output + "".join(path.read_text() for path in out.glob("*.txt"))
+def started(out: Path, launch: Callable[..., None], *words: str) -> str:
+    """What the agents and their workers have printed, after all ended well. Forked, as the ranks of other tests are."""
+    agent = multiprocessing.get_context("forkserver").Process(target=become, args=(out, launch, words))
+    agent.start()
+    agent.join(timeout=240)
+    agent.terminate()  # it takes its workers along
+    output = (out / "agent.txt").read_text()
+    assert agent.exitcode == 0, output + "".join(path.read_text() for path in out.glob("machine*.txt"))
     return output
+
+
+def become(out: Path, launch: Callable[..., None], words: tuple[str, ...]) -> None:
+    """An agent of torchrun's, with the example's options in its command line."""
+    with (out / "agent.txt").open("wb") as said:
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
+    os.environ.update(OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    torch.set_num_threads(1)
+    sys.argv = [str(SCRIPT), *LONG, "--out", str(out)]
+    launch(*words)
 
 
 def log(out: Path) -> list[dict[str, Any]]:
@@ -83,7 +92,7 @@ def test_two_machines_train_as_one(undisturbed: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    started(tmp_path, "train_on_two_machines.py", endpoint)
+    started(tmp_path, train_on_two_machines.launch, endpoint)
     outputs = [(tmp_path / f"machine{number}.txt").read_text() for number in range(2)]
     silent, shown = sorted([line for line in o.splitlines() if line.startswith("step ")] for o in outputs)
     assert not silent  # one process each, one of them rank 0
@@ -94,7 +103,7 @@ def test_two_machines_train_as_one(undisturbed: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_undisturbed(undisturbed: Path, tmp_path: Path) -> None:
-    output = started(tmp_path, "train_on_a_failing_machine.py")
+    output = started(tmp_path, train_on_a_failing_machine.launch)
     assert "start 0 finds []" in output
     assert "start 1 finds ['step-00000012']" in output
     assert "start 2 finds ['partial-00000024', 'step-00000012']" in output

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # noqa: F401  what a rank's first step imports
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -49,7 +48,7 @@ def rank() -> None:
     train_fsdp2.main()
 
 
-if __name__ == "__main__":
+def launch() -> None:
     elastic_launch(
         LaunchConfig(
             min_nodes=1,

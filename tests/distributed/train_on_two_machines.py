@@ -10,14 +10,14 @@ import os
 import sys
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401  what a rank's first step imports
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train_fsdp2
 
-if __name__ == "__main__":
-    endpoint = sys.argv.pop(1)
+
+def launch(endpoint: str) -> None:
+    """Fails if one of the two does."""
     other = os.fork()
     with (train_fsdp2.parse(None).out / f"machine{int(other == 0)}.txt").open("wb") as said:
         for stream in (1, 2):
