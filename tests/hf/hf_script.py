@@ -15,7 +15,7 @@ from typing import Any
 if __name__ == "__main__":
     import lean
 
-    lean.hide("bitsandbytes", "peft", "scipy", "sklearn")
+    lean.hide("bitsandbytes", "datasets", "deepspeed", "matplotlib", "pandas", "peft", "scipy", "sklearn", "wandb")
 
 import torch
 from torch import Tensor

@@ -182,4 +182,5 @@ USUAL = tuple(METHODS)
 """What a run compares if it is not told."""
 METHODS |= {f"mechanic, {name} x{factor:g}": ablated(name, factor) for name in _NUMBERS for factor in (0.5, 2.0)}
 METHODS |= {f"mechanic, {name} x0": ablated(name, 0.0) for name in ("GAIN", "ADVERSE", "MEMORY")}
+METHODS["mechanic, ADVERSE x4"] = ablated("ADVERSE", 4.0)  # adverse evidence like favourable
 METHODS["mechanic, DOUBT x0.1"] = ablated("DOUBT", 0.1)  # without any, the window would be empty

@@ -72,26 +72,26 @@ def problem_table(results: Results, key: str | None = None) -> str:
 
 
 def ablation_table(results: Results) -> str:
-    """Mechanic with one number multiplied, by family: the mean over the problems and seeds that all of them ran."""
+    """Mechanic with one number multiplied, by family: the mean over the problems and seeds that all have in common."""
     names = ["mechanic", *results.ablations()]
     head, columns = ["number"], []
     for group, problems in results.groups().items():
-        seeds = {problem: _shared_seeds(results, problem, names) for problem in problems}
-        shared = [problem for problem in problems if seeds[problem]]
+        ran = [name for name in names if any(results.of(problem, name) for problem in problems)]
+        seeds = {problem: _shared_seeds(results, problem, ran) for problem in problems} if len(ran) > 1 else {}
+        shared = [problem for problem in seeds if seeds[problem]]
         if not shared:
             continue
-        scores = [
-            [results.score(problem, name, results.measure(problem), seeds[problem]) for problem in shared]
-            for name in names
-        ]
-        known = [[score for score in each if score is not None] for each in scores]
-        columns.append([shown(summary(each, is_error=group.is_error), is_error=group.is_error) for each in known])
         head.append(f"{group.family}, {group.base} ({len(shared)} x {len(seeds[shared[0]])})")
+        columns.append([])
+        for name in names:
+            scores = [results.score(p, name, results.measure(p), seeds[p]) for p in shared] if name in ran else []
+            known = [score for score in scores if score is not None]
+            columns[-1].append(shown(summary(known, is_error=group.is_error), is_error=group.is_error) if known else "")
     rows = [
         [name.removeprefix("mechanic, ").replace("mechanic", "as it is"), *cells]
         for name, *cells in zip(names, *columns, strict=True)
     ]
-    return table(head, rows) if columns and len(names) > 1 else ""
+    return table(head, rows) if columns else ""
 
 
 def _shared_seeds(results: Results, problem: str, names: Sequence[str]) -> set[int]:

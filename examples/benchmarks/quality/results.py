@@ -134,10 +134,9 @@ class Results:
         return sorted(places, key=lambda method: places[method])
 
     def ablations(self) -> list[str]:
-        """Mechanic with one number of its rule multiplied; the numbers in order, and their factors."""
-        names = {name: None for methods in self.runs.values() for name in methods if ABLATION.fullmatch(name)}
-        numbers = list(dict.fromkeys(name.split(" x")[0] for name in names))
-        return sorted(names, key=lambda name: (numbers.index(name.split(" x")[0]), float(name.split(" x")[1])))
+        """Mechanic with one number of its rule multiplied, by number and factor."""
+        names = {name for methods in self.runs.values() for name in methods if ABLATION.fullmatch(name)}
+        return sorted(names, key=lambda name: (name.split(" x")[0], float(name.split(" x")[1])))
 
 
 def is_error(key: str) -> bool:
