@@ -15,7 +15,7 @@ INSTALLED = Path(transformers.__file__).parent
 
 def test_every_line_of_the_source_is_found_once_and_the_result_is_python() -> None:
     texts: dict[str, str] = {}
-    for addition in UPSTREAM["ADDITIONS"]:
+    for addition in UPSTREAM["TRANSFORMERS"]:
         if addition.path.startswith(UPSTREAM["SOURCE"]):
             before = (
                 texts.get(addition.path) or (INSTALLED / addition.path.removeprefix(UPSTREAM["SOURCE"])).read_text()
@@ -30,4 +30,4 @@ def test_every_line_of_the_source_is_found_once_and_the_result_is_python() -> No
 
 def test_a_line_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match=r"training_args\.py has 0 lines that start with '    GROKADAMW"):
-        UPSTREAM["added"]("nothing", UPSTREAM["ADDITIONS"][0])
+        UPSTREAM["added"]("nothing", UPSTREAM["TRANSFORMERS"][0])
