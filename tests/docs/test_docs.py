@@ -175,6 +175,21 @@ def test_the_readme_begins_with_two_commands() -> None:
     assert README.index("&& make demo\n") < README.index("\nmake test\n") < README.index("```python")
 
 
+def test_the_headline_counts_the_rows_of_the_results() -> None:
+    """It spoke of twenty-two runs when there were twenty-five."""
+    section = (ROOT / "docs" / "results.md").read_text().partition("## Larger networks")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\|.*\| ([\d., %]+) \| ([\d., %]+) \|$", section, flags=re.MULTILINE)
+    pairs = [
+        pair
+        for row in rows
+        for pair in zip(*([float(n) for n in re.findall(r"[\d.]+", cell)] for cell in row), strict=True)
+    ]
+    ahead, near = sum(a < b for a, b in pairs), sum(a <= 1.05 * b for a, b in pairs)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"On [{len(pairs)} runs of larger networks]" in readme
+    assert f"of a whole sweep in {ahead}, and within 5% of it in {near}**" in readme
+
+
 def test_contributors_are_told_what_ci_runs() -> None:
     ci = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
     assert ci == ["make test", "make lint"]
