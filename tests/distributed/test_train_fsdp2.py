@@ -34,8 +34,10 @@ def started(out: Path, launch: Callable[..., None], *words: str) -> str:
     """What the agents and their workers have printed, after all ended well. Forked, as the ranks of other tests are."""
     agent = multiprocessing.get_context("forkserver").Process(target=become, args=(out, launch, words))
     agent.start()
-    agent.join(timeout=240)
-    agent.terminate()  # it takes its workers along
+    try:
+        agent.join(timeout=240)
+    finally:
+        agent.terminate()  # it takes its workers along
     output = (out / "agent.txt").read_text()
     assert agent.exitcode == 0, output + "".join(path.read_text() for path in out.glob("machine*.txt"))
     return output
