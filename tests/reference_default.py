@@ -2,12 +2,13 @@
 
 Nothing is kept of the past moves but where the weights are: D = x - x_ref. For the parameters that share a scale:
 
-    size  = sqrt(gradients that are not 0) * root of the mean of min(|x|, 1)^2 over the weights that are not 0
+    size  = (gradients that are not 0)^(3/8) * root of the mean of min(|x|, 1)^2 over the weights that are not 0
     w     = lr / highest lr: what a step counts
+    p     = w * S / mean of S over the run, at most w: what its evidence counts
     U^2   = the mean of |D|^2 / sum((S * lr)^2) over the run, by w; at first 2 |u| / lr of the update that is not made
     z     = -<D, g>, with the gradient of the penalty in g, where the base adds one
-    rho   = sum(w * z) / sqrt(sum(w * z^2) * (n + 40)), n = sum(w); these fade by 1 - w / (40 + n_total / 4) a step
-    S     = PRIOR * size / (highest lr * U) * exp(4 * rho), exp(rho) where rho < 0
+    rho   = sum(p * z) / sqrt(sum(p * z^2) * 40); these fade by 1 - p / 40 a step
+    S     = PRIOR * size / (highest lr * U) * exp(3 * rho)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from reference import Around, BaseFactory, Tensors, Vector, inner
 from torch import Tensor
 
-PRIOR = 0.025
+PRIOR = 0.2
 """What a step should change of a typical weight."""
 
 
@@ -40,6 +41,7 @@ class Rule:
         self.U = 0.0
         self.path = 0.0  # the sum of (S * lr)^2
         self.elapsed = 0.0  # the sum of lr
+        self.travelled = 0.0  # the sum of S * lr
         self.r = self.v = self.m = 0.0
 
     def measure(self, x: Tensors, g: Tensors) -> None:
@@ -48,28 +50,30 @@ class Rule:
         nonzero = sum(int((p != 0).sum()) for p in x)
         touched = sum(int((p != 0).sum()) for p in g)
         typical = math.sqrt(squares / nonzero) if nonzero else 1.0
-        self.size = math.sqrt(touched) * typical
+        self.size = touched**0.375 * typical
         self.typical, self.touched = typical, touched
 
     def count(self, g: Tensors) -> None:
         """Layers behind one that starts at 0 have no gradient at first: the largest count of three is taken."""
         if self.gradients < 3:
             self.touched = max(self.touched, sum(int((p != 0).sum()) for p in g))
-            self.size = math.sqrt(self.touched) * self.typical
+            self.size = self.touched**0.375 * self.typical
 
     def gather(self, z: float, square: float, w: float) -> None:
         run = self.elapsed / self.highest_lr
         self.U = math.sqrt((run * self.U**2 + w * square) / (run + w))
-        kept = 1 - w / (40 + 0.25 * run)
-        self.r = kept * self.r + w * z
-        self.v = kept * self.v + w * z**2
-        self.m = kept * self.m + w
+        mean = self.travelled / self.elapsed
+        p = w * min(1.0, self.S / mean)
+        kept = 1 - p / 40
+        self.r = kept * self.r + p * z
+        self.v = kept * self.v + p * z**2
+        self.m = kept * self.m + p
 
     def choose(self) -> None:
         if self.U == 0 or self.highest_lr == 0:
             return
-        rho = self.r / math.sqrt(self.v * (self.m + 40)) if self.v > 0 else 0.0
-        self.S = PRIOR * self.size / (self.highest_lr * self.U) * math.exp(4 * rho if rho > 0 else rho)
+        rho = self.r / math.sqrt(40 * self.v) if self.v > 0 else 0.0
+        self.S = PRIOR * self.size / (self.highest_lr * self.U) * math.exp(3 * rho)
 
 
 class Default(Around):
@@ -154,6 +158,7 @@ class Default(Around):
         if part.S > 0:
             part.path = (part.path if was > 0 else 0.0) + (part.S * lr) ** 2
             part.elapsed += lr
+            part.travelled += part.S * lr
         elif lr > 0:
             part.path = lr**2
 

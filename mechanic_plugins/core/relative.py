@@ -5,14 +5,15 @@ do. So the distance from the start tells how long an update of the base is, U, a
 corrected by the evidence of the run: every gradient shows by z = <x_ref - x, g> whether the loss would be lower had the
 run moved further (z > 0, favourable) or less far (z < 0, adverse). In full:
 
-    size = the root mean square of the weights that are not 0, times the root of the number that is trained
+    size = the root mean square of the weights that are not 0, times N ** POWER, with N the number that is trained
     U    = |x - x_ref| / sqrt(sum((S * lr)^2)), a root mean square over the run, at first START * |u|
-    rho  = sum(z) / sqrt(sum(z^2) * (n + DOUBT)), -1 < rho < 1
-    S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho), with GAIN * ADVERSE where rho < 0
+    rho  = sum(z) / sqrt(sum(z^2) * WINDOW), -1 < rho < 1
+    S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho)
 
-The sums of z forget: their window is `MEMORY` of the run so far and `DOUBT` steps at least, so that nothing depends on
-the length of the run. A step counts by its learning rate beside the highest: in a warm-up little is proved. Adverse
-evidence moves the scale less, since much of it is noise that a schedule's fall will remove.
+The norm of all weights grows as the square root of N, a good step less: the larger a network, the smaller the part of it
+that a step may change. The sums of z fade: they hold the last `WINDOW` steps, and at first fewer, which prove less. A
+step counts by its learning rate beside the highest, and by its scale beside the run's mean where it is below that: steps
+that hardly move prove little.
 
 A weight above 1 counts as 1, which makes a few large ones harmless, such as an output bias at the targets' mean. What
 is trained has a gradient in one of the first `BEGINNING` steps: few rows of a large embedding have, and layers behind
@@ -25,20 +26,18 @@ import math
 
 from mechanic_plugins.core.row import Products, Row
 
-__all__ = ["ADVERSE", "BEGINNING", "DOUBT", "GAIN", "MEMORY", "OUTLIER", "PRIOR", "START", "advance", "restart", "walk"]
+__all__ = ["BEGINNING", "GAIN", "OUTLIER", "POWER", "PRIOR", "START", "WINDOW", "advance", "restart", "walk"]
 
-PRIOR = 0.025
+PRIOR = 0.2
 """The share of the weights' size that a step should change."""
+POWER = 0.375
+"""How the size grows with the number of weights: 1/2 would be their norm, so of ten million a step changes 2.7%."""
 START = 2.0
 """How many times its length the first update is taken for, since the next ones go the same way."""
-GAIN = 4.0
-"""How far the evidence moves the scale: up by a factor of exp(4) at most."""
-ADVERSE = 0.25
-"""The part of it for adverse evidence."""
-DOUBT = 40.0
-"""Steps without evidence that are counted in."""
-MEMORY = 0.25
-"""The window of the evidence, as a share of the run so far."""
+GAIN = 3.0
+"""How far the evidence moves the scale: up or down by a factor of exp(3), 20, at most."""
+WINDOW = 40.0
+"""Steps that are evidence. Fewer are taken for as many of which the rest say nothing."""
 BEGINNING = 3
 """Gradients in which the trained elements are counted."""
 OUTLIER = 100.0
@@ -63,9 +62,8 @@ def advance(row: Row, sums: Products, lr: float) -> None:
             row.length = START * math.sqrt(sums.dd / row.path)
     row.gradients += 1
     if row.length > 0 and row.lr > 0:
-        rho = _rho(row)
-        first = PRIOR * row.size * math.sqrt(row.touched) / (row.lr * row.length)
-        row.s = [first * math.exp(GAIN * (rho if rho > 0 else ADVERSE * rho))]
+        first = PRIOR * row.size * row.touched**POWER / (row.lr * row.length)
+        row.s = [first * math.exp(GAIN * _rho(row))]
 
 
 def walk(row: Row, before: float, lr: float) -> None:
@@ -97,14 +95,14 @@ def _size(sums: Products) -> float:
 
 def _gather(row: Row, z: float, dd: float, weight: float) -> None:
     run = row.elapsed / row.lr
-    kept = 1 - weight / (DOUBT + MEMORY * run)
-    row.r = [kept * row.r[0] + weight * z]
-    row.v = [kept * row.v[0] + weight * z * z]
-    row.m = [kept * row.m[0] + weight]
+    proof = weight * (min(1.0, row.played * row.elapsed / row.travelled) if row.travelled > 0 else 1.0)
+    kept = 1 - proof / WINDOW
+    row.r = [kept * row.r[0] + proof * z]
+    row.v = [kept * row.v[0] + proof * z * z]
+    row.m = [kept * row.m[0] + proof]
     if row.path > 0:
         row.length = math.sqrt((run * row.length**2 + weight * dd / row.path) / (run + weight))
 
 
 def _rho(row: Row) -> float:
-    energy = row.v[0] * (row.m[0] + DOUBT)
-    return row.r[0] / math.sqrt(energy) if energy > 0 else 0.0
+    return row.r[0] / math.sqrt(row.v[0] * WINDOW) if row.v[0] > 0 else 0.0

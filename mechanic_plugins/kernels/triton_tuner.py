@@ -13,8 +13,8 @@ from mechanic_plugins.core import relative
 from mechanic_plugins.core.tuner import CLIP_EPS
 
 # They stand to the right of an operator: Triton's interpreter takes constants nowhere else.
-_PRIOR, _GAIN, _ADVERSE = map(tl.constexpr, (relative.PRIOR, relative.GAIN, relative.ADVERSE))
-_DOUBT, _MEMORY, _OUTLIER = map(tl.constexpr, (relative.DOUBT, relative.MEMORY, relative.OUTLIER))
+_PRIOR, _POWER, _GAIN = map(tl.constexpr, (relative.PRIOR, relative.POWER, relative.GAIN))
+_WINDOW, _OUTLIER = map(tl.constexpr, (relative.WINDOW, relative.OUTLIER))
 _CLIP_EPS = tl.constexpr(CLIP_EPS)
 
 _S, _R, _M, _V, _Q = (tl.constexpr(place) for place in range(5))
@@ -118,31 +118,30 @@ def _advance(sums, old, new, clip, lr, played, moves):
     _put(new, old, _H, come / tl.where(played > 0, played, 1.0), moves)
     _put(new, old, _LENGTH, length, moves)
     _put(new, old, _GRADIENTS, tl.load(old + _GRADIENTS) + tl.where(has_gradient, 1.0, 0.0), moves)
-    rho = _rho(r, m, v)
+    energy = v * _WINDOW
+    rho = tl.where(energy > 0, r / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
     unit = peak * length
-    first = tl.load(old + _SIZE) * _PRIOR * tl.sqrt(tl.load(old + _TOUCHED)) / tl.where(unit > 0, unit, 1.0)
-    scale = first * tl.exp(tl.where(rho > 0, rho, rho * _ADVERSE) * _GAIN)
+    size = tl.load(old + _SIZE) * tl.exp(tl.log(tl.load(old + _TOUCHED)) * _POWER)
+    first = size * _PRIOR / tl.where(unit > 0, unit, 1.0)
+    scale = first * tl.exp(rho * _GAIN)
     return tl.where(has_gradient & (unit > 0), scale, tl.load(old + _S))
 
 
 @triton.jit
 def _gather(old, z, dd, weight, peak):
     """A step that counts nothing has a weight of 0."""
-    run = tl.load(old + _ELAPSED) / tl.where(peak > 0, peak, 1.0)
-    kept = 1.0 - weight / (run * _MEMORY + _DOUBT)
-    r = kept * tl.load(old + _R) + weight * z
-    v = kept * tl.load(old + _V) + weight * z * z
-    m = kept * tl.load(old + _M) + weight
+    elapsed, travelled = tl.load(old + _ELAPSED), tl.load(old + _TRAVELLED)
+    run = elapsed / tl.where(peak > 0, peak, 1.0)
+    share = tl.load(old + _PLAYED) * elapsed / tl.where(travelled > 0, travelled, 1.0)
+    proof = weight * tl.where(travelled > 0, tl.minimum(share, 1.0), 1.0)
+    kept = 1.0 - proof / _WINDOW
+    r = kept * tl.load(old + _R) + proof * z
+    v = kept * tl.load(old + _V) + proof * z * z
+    m = kept * tl.load(old + _M) + proof
     path, length = tl.load(old + _PATH), tl.load(old + _LENGTH)
     counts = (weight > 0) & (path > 0)
     square = run * length * length + weight * dd / tl.where(path > 0, path, 1.0)
     return r, m, v, tl.where(counts, tl.sqrt(square / tl.where(counts, run + weight, 1.0)), length)
-
-
-@triton.jit
-def _rho(r, m, v):
-    energy = v * (m + _DOUBT)
-    return tl.where(energy > 0, r / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
 
 
 @triton.jit

@@ -282,7 +282,7 @@ def default(start: Tensor, lr: float = 1.0, **options: Any) -> Default:
 def test_the_default_rule_by_hand() -> None:
     # x = (1, 0, 4): 4 counts as 1, and so does the mean of those that are not 0. Two elements have a gradient.
     # g = (3, 4, 0): u = -(3, 4, 0) is not made. Then U = 2 * 5 / 2 with lr 2, and S = PRIOR size / (2 * 5).
-    size = math.sqrt(2)
+    size = 2**0.375
     judge, x_0 = default(vector(1.0, 0.0, 4.0), 2.0), vector(1.0, 0.0, 4.0)
     judge.step([vector(1.5, 2.0, 0.0)])
     assert torch.equal(judge.x[0], x_0)
@@ -290,27 +290,27 @@ def test_the_default_rule_by_hand() -> None:
     S_1 = PRIOR * size / (2 * 5)
     assert judge.vectors("s") == pytest.approx([S_1], rel=1e-15)
     assert judge.x[0].tolist() == pytest.approx([1 - S_1 * 2, 0, 4], rel=1e-15)
-    # |D| = 2 S after one step of 2 S: a length of 1, in the mean with 5. z = 2 S * 4, alone: rho = 1 / sqrt(1 + 40).
+    # |D| = 2 S after one step of 2 S: a length of 1, in the mean with 5. z = 2 S * 4, alone: rho = 1 / sqrt(40).
     judge.step([vector(4.0, 0.0, 0.0)])
     U = math.sqrt((5**2 + 1) / 2)
-    S_2 = PRIOR * size / (2 * U) * math.exp(4 / math.sqrt(41))
+    S_2 = PRIOR * size / (2 * U) * math.exp(3 / math.sqrt(40))
     assert judge.vectors("s") == pytest.approx([S_2], rel=1e-14)
     assert judge.x[0][0].item() == pytest.approx(1 - 2 * S_1 - 8 * S_2, rel=1e-14)
-    # Now |D| = 2 S_1 + 8 S_2, and z is negative. At half the lr this counts half; the other half of two steps fades.
+    # Now |D| = 2 S_1 + 8 S_2, and z is negative. At half the lr this counts half, and the former fades half as much.
     D, w = 2 * S_1 + 8 * S_2, 0.5
-    kept, z_1, z_2 = 1 - w / (40 + 0.25 * 2), 8 * S_1, -2 * D
+    kept, z_1, z_2 = 1 - w / 40, 8 * S_1, -2 * D
     U = math.sqrt((2 * U**2 + w * D**2 / (4 * S_1**2 + 4 * S_2**2)) / (2 + w))
-    rho = (kept * z_1 + w * z_2) / math.sqrt((kept * z_1**2 + w * z_2**2) * (kept + w + 40))
+    rho = (kept * z_1 + w * z_2) / math.sqrt((kept * z_1**2 + w * z_2**2) * 40)
     assert rho < 0
     judge.base.param_groups[0]["lr"] = 1.0
     judge.step([vector(-2.0, 0.0, 0.0)])
-    assert judge.vectors("s") == pytest.approx([PRIOR * size / (2 * U) * math.exp(rho)], rel=1e-14)
+    assert judge.vectors("s") == pytest.approx([PRIOR * size / (2 * U) * math.exp(3 * rho)], rel=1e-14)
 
 
 def test_weights_of_zero_count_as_ones() -> None:
     judge = default(vector(0.0, 0.0))
     judge.step([vector(1.0, 1.0)])
-    assert judge.parts[0].size == math.sqrt(2)
+    assert judge.parts[0].size == 2**0.375
 
 
 @pytest.mark.parametrize("key", ["lr", "initial_lr", "max_lr"])

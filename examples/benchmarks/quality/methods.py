@@ -89,7 +89,7 @@ def mechanic(*lrs: float, **options: Any) -> Method:
     return Method(build, lrs or (1.0,))
 
 
-_NUMBERS = {name: getattr(relative, name) for name in ("PRIOR", "START", "GAIN", "ADVERSE", "DOUBT", "MEMORY")}
+_NUMBERS = {name: getattr(relative, name) for name in ("PRIOR", "POWER", "START", "GAIN", "WINDOW")}
 
 
 def ablated(number: str, factor: float) -> Method:
@@ -181,6 +181,4 @@ METHODS: dict[str, Method] = {
 USUAL = tuple(METHODS)
 """What a run compares if it is not told."""
 METHODS |= {f"mechanic, {name} x{factor:g}": ablated(name, factor) for name in _NUMBERS for factor in (0.5, 2.0)}
-METHODS |= {f"mechanic, {name} x0": ablated(name, 0.0) for name in ("GAIN", "ADVERSE", "MEMORY")}
-METHODS["mechanic, ADVERSE x4"] = ablated("ADVERSE", 4.0)  # adverse evidence like favourable
-METHODS["mechanic, DOUBT x0.1"] = ablated("DOUBT", 0.1)  # without any, the window would be empty
+METHODS["mechanic, GAIN x0"] = ablated("GAIN", 0.0)
