@@ -126,8 +126,7 @@ def _adamw() -> Any:
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
     entries: list[Any] = list(params)
-    if entries and not isinstance(entries[0], dict):
-        entries = [{"params": entries}]
+    entries = entries if not entries or isinstance(entries[0], dict) else [{"params": entries}]
     lists = [[e["params"]] if isinstance(e["params"], Tensor) else list(e["params"]) for e in entries]
     return [{**entry, "params": each} for entry, each in zip(entries, lists, strict=True)]
 
@@ -135,11 +134,12 @@ def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
 def _split(group: dict[str, Any], others: set[int], settings: dict[bool, dict[str, Any]]) -> Iterable[dict[str, Any]]:
     """Names stay with their parameters; a group without parameters stays one group."""
     halves: dict[bool, list[Any]] = {True: [], False: []}
-    for entry in group.pop("params"):
+    names, params = group.pop("param_names", None), group.pop("params")
+    for entry in params if names is None else zip(names, params, strict=True):
         p = entry[1] if isinstance(entry, tuple) else entry
         if getattr(p, "_fsdp_flattened", False):
             raise ValueError("Muon needs whole matrices, and FSDP1 cuts them into flat pieces: use FSDP2.")
         halves[p.ndim == 2 and id(p) not in others].append(entry)
-    for use_muon, params in halves.items():
-        if params or not (use_muon or halves[True]):
-            yield {**settings[use_muon], **group, "params": params, _USE_MUON: use_muon}
+    for use_muon, half in halves.items():
+        if half or not (use_muon or halves[True]):
+            yield {**settings[use_muon], **group, "params": half, _USE_MUON: use_muon}

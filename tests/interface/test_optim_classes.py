@@ -180,6 +180,17 @@ def test_muon_takes_a_group_later() -> None:
     assert (opt.scales > 0).all()
 
 
+@NEEDS_MUON
+def test_muon_keeps_names_with_their_parameters() -> None:
+    """Groups may bring their names beside them, as torchtitan's do; each half had all of them."""
+    names, params = zip(*perceptron().named_parameters(), strict=True)
+    opt = optim.Muon([{"params": list(params), "param_names": list(names)}])
+    assert len(opt.param_groups) == 2
+    of = dict(zip(names, params, strict=True))
+    for group in opt.param_groups:
+        assert [id(of[name]) for name in group["param_names"]] == [id(p) for p in group["params"]]
+
+
 # -------------------------------------------------------------------- wrap
 
 

@@ -251,6 +251,44 @@ def test_torchtitan() -> None:
     assert train(net, container) == train(twin, resumed)
 
 
+def test_torchtitan_with_several_optimizer_types() -> None:
+    """The page's: a scale each; or Muon and AdamW as one optimizer, whose flat checkpoints have the right names."""
+    titan = installed("torchtitan.components.optimizer")
+
+    def muon(groups: Any, **options: Any) -> Any:
+        others = [p for group in groups if group.get("adamw") for p in group["params"]]
+        return optim.Muon(groups, adamw_params=others, **options)
+
+    class Mechanized(titan.OptimizersContainer):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(titan.OptimizersContainer.Config):  # type: ignore[misc]
+            pass
+
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Any:
+            return muon if name == "Muon" else getattr(optim, name)
+
+    def built(net: torch.nn.Module, first: str, rest: str) -> Any:
+        one = titan.ParamGroupConfig(pattern="^2", optimizer_name=first, optimizer_kwargs={"lr": 1.0, "adamw": True})
+        other = titan.ParamGroupConfig(pattern=".*", optimizer_name=rest, optimizer_kwargs={"lr": 1.0})
+        return Mechanized.Config(param_groups=[one, other], implementation="for-loop").build(model_parts=[net])
+
+    for first, rest, count in (("AdamW", "Lion", 2), ("Muon", "Muon", 1)):
+        net, twin = model(), model()
+        container = built(net, first, rest)
+        assert len(container.optimizers) == count
+        losses = train(net, container)
+        assert losses[-1] < losses[0]
+        saved = copy.deepcopy(container.state_dict())
+        for name, p in net.named_parameters():
+            assert saved[f"state.{name}.mechanic_ref"].shape == p.shape
+        twin.load_state_dict(copy.deepcopy(net.state_dict()))
+        resumed = built(twin, first, rest)
+        resumed.load_state_dict(saved)
+        assert all(one.scale == other.scale > 0 for one, other in zip(resumed, container, strict=True))
+        assert train(net, container) == train(twin, resumed)
+
+
 def test_composer() -> None:
     composer = installed("composer")
     from composer.models import ComposerModel
