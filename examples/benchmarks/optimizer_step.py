@@ -100,9 +100,11 @@ def _base(name: str, form: str | None) -> Factory:
     return built[name]
 
 
-def rivals(base: str, device: torch.device, *, small: bool, clip: bool = False) -> dict[str, Factory]:
+def rivals(
+    base: str, device: torch.device, *, small: bool, clip: bool = False, delta_dtype: torch.dtype | None = None
+) -> dict[str, Factory]:
     """The base alone, Mechanic around it by every backend of the device, and similar packages that are installed."""
-    wrap = functools.partial(mechanize, max_grad_norm=MAX_NORM if clip else None)
+    wrap = functools.partial(mechanize, max_grad_norm=MAX_NORM if clip else None, delta_dtype=delta_dtype)
     on_gpu = device.type == "cuda"
     plain = _base(base, None if small else "fused" if on_gpu else "foreach")
     found: dict[str, Factory] = {ALONE: plain}
@@ -134,6 +136,7 @@ def measure(
     repeats: int = 25,
     queued: int | None = None,
     clip: bool = False,
+    delta_dtype: torch.dtype | None = None,
 ) -> Iterator[Result]:
     """Times every rival in turn with the base alone, under the same load; medians.
 
@@ -145,10 +148,12 @@ def measure(
         repeats: Number of timings.
         queued: Steps between synchronisations [10 on a GPU, as in training; 20 for the MLPs; 1].
         clip: Include clipping: Mechanic's own, and `clip_grad_norm_` before the step of all others.
+        delta_dtype: Mechanic's option.
     """
     small = name.startswith("mlp")
     queued = queued or (20 if small else 10 if device.type == "cuda" else 1)
-    factories, threads = rivals(base, device, small=small, clip=clip), torch.get_num_threads()
+    factories = rivals(base, device, small=small, clip=clip, delta_dtype=delta_dtype)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1 if small else threads)
     try:
         for rival, factory in factories.items():
@@ -272,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=default, help=shapes_help)
     parser.add_argument("--base", choices=("adam", "adamw", "sgd", "lion"), help="[adam for an MLP, else adamw]")
     parser.add_argument("--clip", action="store_true", help="clip to norm 1: clip_grad_norm_, or Mechanic itself")
+    parser.add_argument("--delta-dtype", choices=("bfloat16",), help="Mechanic's option of that name")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--queued", type=int, help="steps between synchronisations")
@@ -282,14 +288,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} must be at least 1, got {value}")
     device, results = torch.device(args.device), []
     how = {"device": device, "dtype": getattr(torch, args.dtype), "clip": args.clip}
+    how["delta_dtype"] = getattr(torch, args.delta_dtype) if args.delta_dtype else None
     for name in args.shapes:
         base = args.base or ("adam" if name.startswith("mlp") else "adamw")
         for result in measure(name, base, repeats=args.repeats, queued=args.queued, **how):
             results.append(result)
             print(f"{name}: {result.name}: {result.ratio:.3f}", file=sys.stderr, flush=True)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    clipped = ", clipped" if args.clip else ""
-    print(f"torch {torch.__version__}, {where}, {args.dtype}{clipped}. Ratio: to the base alone in the same run.")
+    options = (", clipped" if args.clip else "") + (f", {args.delta_dtype} delta" if args.delta_dtype else "")
+    print(f"torch {torch.__version__}, {where}, {args.dtype}{options}. Ratio: to the base alone in the same run.")
     print(_table(results))
     if args.json is not None:
         args.json.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))

@@ -70,6 +70,7 @@ def optimizers(device: torch.device) -> dict[str, Callable[[Any], torch.optim.Op
     }
     if fused:
         found["mechanic, any base"] = lambda params: mechanize(adamw(params), backend="triton")
+        found["mechanic, foreach"] = lambda params: mechanize(adamw(params), backend="foreach")
     return found
 
 
