@@ -1,0 +1,262 @@
+"""The example around airbench94: what it changes in the script, and what it makes of records. No GPU, no data."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "examples" / "airbench"
+
+STAND_IN = """
+import torch
+
+hyp = {"opt": {"lr": 0.5, "momentum": 0.85, "weight_decay": 0.01, "bias_scaler": 64.0}}
+ended = {}
+
+
+def main(run):
+    options = hyp["opt"]
+    lr, wd = options["lr"], options["weight_decay"]
+    ratio = lr * options["bias_scaler"]
+    layers = torch.nn.Linear(4, 8, bias=False), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3, bias=False)
+    model = torch.nn.Sequential(*layers)
+    groups = [dict(params=[model[1].bias], lr=ratio, weight_decay=wd / ratio),
+              dict(params=[model[0].weight, model[2].weight], lr=lr, weight_decay=wd / lr)]
+    optimizer = torch.optim.SGD(groups, momentum=options["momentum"], nesterov=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 0.2 + step / 10))
+    x = torch.randn(64, 4)
+    y = x.argmax(1).clamp(max=2)
+    for _ in range(30):
+        optimizer.zero_grad(set_to_none=True)
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    ended["optimizer"], ended["weights"] = optimizer, [p.detach().clone() for p in model.parameters()]
+    print("the script says much")
+    return (model(x).argmax(1) == y).float().mean().item()
+"""
+
+
+def module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"airbench_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(found)
+    return found
+
+
+run, report, mnist = module("run"), module("report"), module("mnist")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "airbench94.py"
+    path.write_text(STAND_IN)
+    return path
+
+
+@pytest.fixture
+def script(path: Path) -> Any:
+    return run.loaded(path)
+
+
+def trained(script: Any, method: str, factor: float = 1.0, where: str = "optimizer") -> tuple[dict[str, Any], Any]:
+    record = run.train(script, run.Run(method, factor, where, 0))
+    return record, script.ended["optimizer"]
+
+
+def test_the_scripts_own_optimizer_stays_as_it_is(script: Any) -> None:
+    record, optimizer = trained(script, "script")
+    assert type(optimizer) is torch.optim.SGD
+    assert record == {"method": "script", "factor": 1.0, "where": "optimizer", "seed": 0, **record}
+    assert record["rate"] == 1.0
+    weights = script.ended["weights"]
+    torch.manual_seed(0)
+    script.main(0)
+    assert all(map(torch.equal, weights, script.ended["weights"]))
+
+
+def test_mechanic_keeps_all_but_the_scale(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    record, optimizer = trained(script, "mechanic")
+    assert type(optimizer).__name__ == "MechanicSGD"
+    assert optimizer.lrs[0] / optimizer.lrs[1] == pytest.approx(64.0)
+    for group in optimizer.param_groups:
+        assert group["lr"] * group["weight_decay"] == pytest.approx(0.01)
+        assert (group["momentum"], group["nesterov"]) == (0.85, True)
+    assert record["rate"] == pytest.approx(float(optimizer.scale), abs=1e-4)
+    assert type(torch.optim.SGD) is type
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_wrong_rates_in_the_optimizer_change_nothing_for_mechanic(script: Any, factor: float) -> None:
+    right, _ = trained(script, "mechanic")
+    weights = script.ended["weights"]
+    wrong, _ = trained(script, "mechanic", factor)
+    for mine, other in zip(script.ended["weights"], weights, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+    assert wrong["rate"] == pytest.approx(right["rate"], rel=1e-2)
+
+
+@pytest.mark.parametrize(("where", "decay"), [("optimizer", 0.1), ("file", 0.01)])
+def test_where_the_rate_is_wrong_decides_the_weight_decay(script: Any, where: str, decay: float) -> None:
+    record, optimizer = trained(script, "script", 10.0, where)
+    assert record["rate"] == 10.0
+    assert [g["initial_lr"] for g in optimizer.param_groups] == pytest.approx([320.0, 5.0])
+    assert [g["initial_lr"] * g["weight_decay"] for g in optimizer.param_groups] == pytest.approx([decay, decay])
+    assert script.hyp["opt"]["lr"] == 0.5  # put back
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"bias_scaler": 64.0', '"other": 1', "no .'bias_scaler'."),
+        ("nesterov=True", "nesterov=False", "SGD is not airbench94's"),
+        ("lr=ratio", "lr=lr", "SGD is not airbench94's"),
+        (
+            "torch.optim.SGD(groups, momentum",
+            "torch.optim.AdamW(groups) if True else dict(a",
+            "built no torch.optim.SGD",
+        ),
+    ],
+)
+def test_another_script_is_named(path: Path, old: str, new: str, said: str) -> None:
+    plain = torch.optim.SGD
+    text = path.read_text().replace(old, new)
+    assert text != path.read_text()
+    path.write_text(text.replace('options["bias_scaler"]', 'options.get("bias_scaler", 64.0)'))
+    with pytest.raises(ValueError, match=said):
+        run.train(run.loaded(path), run.Run("mechanic", 1.0, "optimizer", 0))
+    assert torch.optim.SGD is plain
+
+
+def test_a_path_without_a_script_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--script", str(tmp_path / "none.py"), "--data", str(tmp_path)])
+    assert "no Python file" in capsys.readouterr().err
+
+
+def test_cells_advance_together() -> None:
+    order = run.runs(["mechanic:1:4", "script:10:2:file"], first_seed=5)
+    assert [(r.method, r.factor, r.where, r.seed) for r in order] == [
+        ("mechanic", 1.0, "optimizer", 5),
+        ("script", 10.0, "file", 5),
+        ("mechanic", 1.0, "optimizer", 6),
+        ("mechanic", 1.0, "optimizer", 7),
+        ("script", 10.0, "file", 6),
+        ("mechanic", 1.0, "optimizer", 8),
+    ]
+
+
+@pytest.mark.slow
+def test_a_whole_run_writes_a_line_for_each(path: Path, tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    command = [sys.executable, str(FOLDER / "run.py"), "--script", str(path), "--data", str(tmp_path)]
+    cells = ["--cells", "mechanic:1:2", "script:10:1:file"]
+    subprocess.run([*command, "--records", str(records), *cells], check=True, timeout=250)
+    found = report.read(records)
+    assert sorted((r["method"], r["seed"]) for r in found) == [("mechanic", 0), ("mechanic", 1), ("script", 0)]
+
+
+# ------------------------------------------------------------------------------------------------ records and page
+
+MADE_UP = [
+    {"method": method, "factor": factor, "where": where, "seed": seed, "accuracy": accuracy + seed / 1000, "rate": 1.0}
+    for method, factor, where, accuracy in [
+        ("mechanic", 1.0, "optimizer", 0.94),
+        ("mechanic", 10.0, "file", 0.93),
+        ("script", 1.0, "optimizer", 0.94),
+        ("script", 0.1, "file", 0.92),
+        ("script", 10.0, "optimizer", 0.3),
+    ]
+    for seed in range(3)
+]
+
+
+def test_the_table_has_means_and_standard_errors() -> None:
+    lines = report.table(MADE_UP).splitlines()
+    assert lines[3:] == [
+        "| its own SGD | | 94.10 ± 0.06 (3) | 30.10 ± 0.06 (3) |",
+        "| Mechanic | | 94.10 ± 0.06 (3) | |",
+        "| its own SGD, `lr` in the file | 92.10 ± 0.06 (3) | | |",
+        "| Mechanic, `lr` in the file | | | 93.10 ± 0.06 (3) |",
+    ]
+
+
+def test_tables_go_between_their_marks_and_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    (tmp_path / "airbench.jsonl").write_text("\n".join(map(json.dumps, MADE_UP)))
+    losses = [{"method": "mechanic", "seed": seed, "accuracies": [0.5, 0.99 + seed / 1000]} for seed in (1, 2)]
+    (tmp_path / "mnist.jsonl").write_text("\n".join(map(json.dumps, losses)))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- airbench -->\nold\n<!-- end -->\nbetween\n<!-- mnist -->\n<!-- end -->\nafter\n")
+    report.main(["--records", str(tmp_path), "--page", str(page), "--picture", str(tmp_path / "airbench.png")])
+    assert (tmp_path / "airbench.png").stat().st_size > 10_000
+    text = page.read_text()
+    assert "old" not in text
+    assert text.index("94.10 ±") < text.index("between") < text.index("| 99.15 | 99.10, 99.20 |") < text.rindex("after")
+
+
+# ------------------------------------------------------------------------------------------------ MNIST
+
+EXAMPLE = """
+import argparse
+
+import schedulefree
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--seed", type=int)
+torch.manual_seed(parser.parse_args().seed)
+x = torch.randn(10, 3)
+data = [(row, int(row.argmax())) for row in x]
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=1, pin_memory=True)
+assert len(loader) == 3 and loader.dataset is data
+model = torch.nn.Linear(3, 3)
+optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.0025)
+for _ in range(3):
+    optimizer.train()
+    for pictures, labels in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(pictures), labels).backward()
+        optimizer.step()
+    optimizer.eval()
+    schedulefree.seen.append((type(optimizer).__name__, optimizer.param_groups[0]["lr"]))
+    print(f"Accuracy: {9900 + len(labels)}/10000")
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "lrs"),
+    [
+        ("adadelta", "Adadelta", [0.7, 0.49, 0.343]),
+        ("mechanic", "MechanicAdamW", [1e-3] * 3),
+        ("mechanic, gamma 0.7", "MechanicAdamW", [7e-4, 4.9e-4, 3.43e-4]),
+        ("schedule-free", "Own", [0.0025] * 3),
+    ],
+)
+def test_the_mnist_example_gets_other_optimizers(
+    method: str, name: str, lrs: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(torch.optim.AdamW):
+        def train(self) -> None: ...
+        def eval(self) -> None: ...
+
+    seen: list[tuple[str, float]] = []
+    package = types.SimpleNamespace(AdamWScheduleFree=Own, seen=seen)
+    monkeypatch.setitem(sys.modules, "schedulefree", package)
+    script = tmp_path / "main.py"
+    script.write_text(EXAMPLE)
+    assert mnist.accuracies(script, method, 3) == [0.9902] * 3  # the last batch of ten in fours
+    assert package.AdamWScheduleFree is Own
+    assert [each for each, _ in seen] == [name] * 3
+    assert [lr for _, lr in seen] == pytest.approx(lrs)
