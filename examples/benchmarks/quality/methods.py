@@ -93,11 +93,16 @@ _NUMBERS = {name: getattr(relative, name) for name in ("PRIOR", "POWER", "START"
 
 
 def ablated(number: str, factor: float) -> Method:
-    """Mechanic with one number of its rule multiplied. A process trains by one method at a time."""
+    """Mechanic with one number of its rule multiplied. A process trains by one method at a time.
+
+    With another POWER, networks of ten million weights keep their size.
+    """
+    changed = {**_NUMBERS, **({number: _NUMBERS[number] * factor} if number else {})}
+    changed["PRIOR"] *= 1e7 ** (_NUMBERS["POWER"] - changed["POWER"])
 
     def build(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
-        for name, value in _NUMBERS.items():
-            setattr(relative, name, value * factor if name == number else value)
+        for name, value in changed.items():
+            setattr(relative, name, value)
         # a kernel of a GPU has the numbers compiled in
         return mechanize(base_optimizer(problem, member, lr), backend="foreach" if number else "auto")
 
@@ -180,5 +185,9 @@ METHODS: dict[str, Method] = {
 }
 USUAL = tuple(METHODS)
 """What a run compares if it is not told."""
-METHODS |= {f"mechanic, {name} x{factor:g}": ablated(name, factor) for name in _NUMBERS for factor in (0.5, 2.0)}
+METHODS |= {
+    f"mechanic, {name} x{factor:.3g}": ablated(name, factor)
+    for name in _NUMBERS
+    for factor in ((2 / 3, 4 / 3) if name == "POWER" else (0.5, 2.0))
+}
 METHODS["mechanic, GAIN x0"] = ablated("GAIN", 0.0)
