@@ -10,10 +10,10 @@ run moved further (z > 0, favourable) or less far (z < 0, adverse). In full:
     rho  = sum(z) / sqrt(sum(z^2) * WINDOW), -1 < rho < 1
     S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho)
 
-The norm of all weights grows as the square root of N, a good step less: the larger a network, the smaller the part of it
-that a step may change. The sums of z fade: they hold the last `WINDOW` steps, and at first fewer, which prove less. A
-step counts by its learning rate beside the highest, and by its scale beside the run's mean where it is below that: steps
-that hardly move prove little.
+The norm of all weights grows as the square root of N, a good step less: the larger a network, the smaller the part of
+it that a step may change. The sums of z fade: they hold the last `WINDOW` steps, and at first fewer, which prove less.
+A step counts by its learning rate beside the highest, and its evidence by the scale beside the run's mean where it is
+below that: steps that hardly move prove little.
 
 A weight above 1 counts as 1, which makes a few large ones harmless, such as an output bias at the targets' mean. What
 is trained has a gradient in one of the first `BEGINNING` steps: few rows of a large embedding have, and layers behind

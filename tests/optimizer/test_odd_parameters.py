@@ -228,7 +228,10 @@ def test_weights_may_change_their_dtype_where_the_base_lets_them(momentum: float
     """delta stayed in float32 beside float64 weights, and the next step raised where plain SGD goes on."""
     model = convolution(torch.contiguous_format)
     opt = mechanize(torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum))
-    fit(model, opt, 10)
+    fit(model, opt, 9)
+    before = model.weight.detach().clone()
+    fit(model, opt, 1)
+    usual = (model.weight - before).abs().max()
     model.to(to)
     if to == torch.bfloat16 and momentum:
         for p in model.parameters():
@@ -236,7 +239,7 @@ def test_weights_may_change_their_dtype_where_the_base_lets_them(momentum: float
     before = model.weight.detach().clone()
     fit(model, opt, 1)
     moved = (model.weight - before).abs().max()
-    assert 0 < moved < 0.05, "a jump: delta and weights do not belong together"
+    assert 0 < moved < 2 * usual, "a jump: delta and weights do not belong together"
     assert opt.state[model.weight][REF].dtype == to
     fit(model, opt, 10)
     assert model.weight.isfinite().all()

@@ -77,12 +77,11 @@ def test_weights_changed_from_outside_stay_as_they_were_put(dtype: torch.dtype) 
     model = perceptron(dtype)
     opt = mechanize(ADAMW(model.parameters(), lr=1.0))
     train(model, opt, 60)
-    undisturbed, twin = copy.deepcopy((model, opt))
     with torch.no_grad():
+        pulls = [(2.0 - p).abs().max().item() for p in model.parameters()]
         for p in model.parameters():
             p.fill_(2.0)
-    moved = [moves_in_a_step(*pair) for pair in ((model, opt), (undisturbed, twin))]
-    assert 0 < moved[0] < 2 * moved[1]
+    assert 0 < moves_in_a_step(model, opt) < 0.05 * max(pulls)
 
 
 def moves_in_a_step(model: torch.nn.Module, opt: torch.optim.Optimizer) -> float:

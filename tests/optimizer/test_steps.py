@@ -113,7 +113,10 @@ def test_a_layer_frozen_while_training_stays_where_it_is(base: str, dtype: torch
     """It had a past, and its past was played again at each new scale: 12% of its norm in 1200 steps."""
     model = perceptron(dtype)
     opt = mechanize(getattr(torch.optim, base)(model.parameters(), lr=0.1), backend="foreach")
-    train(model, opt, 30)
+    train(model, opt, 29)
+    before = model[0].weight.detach().clone()
+    train(model, opt, 1, first=29)
+    usual = (model[0].weight - before).abs().max().item()
     model[0].requires_grad_(False)
     opt.zero_grad()
     frozen, ref = copy.deepcopy(model[0].state_dict()), opt.state[model[0].weight][REF].clone()
@@ -126,7 +129,7 @@ def test_a_layer_frozen_while_training_stays_where_it_is(base: str, dtype: torch
     before = model[0].weight.detach().clone()
     train(model, opt, 1, first=60)
     moved = (model[0].weight - before).abs().max().item()
-    assert 0 < moved < 0.1  # from where it stands, with no leap to where it would have been
+    assert 0 < moved < 3 * usual  # from where it stands, with no leap to where it would have been
 
 
 def test_a_layer_frozen_and_freed_between_two_gradients_follows_again() -> None:

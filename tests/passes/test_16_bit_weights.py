@@ -65,7 +65,7 @@ def test_16_bit_weights_train_as_float32_ones_do_whatever_the_lr(base: str, dtyp
     apart = 2 * longest if base == "Lion" else 0.05  # one sign that a rounding turns is two steps
     differences = (ends[False] - ends[True]).abs()
     if base == "Adafactor":  # single weights swing by a step, and rounding decides which way
-        assert differences.mean() < apart / 5
+        assert differences.mean() < longest / 10
     else:
         assert differences.max() < apart
     assert scales[False] == pytest.approx(scales[True], rel=0.2)
