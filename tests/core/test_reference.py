@@ -296,7 +296,7 @@ def test_the_default_rule_by_hand() -> None:
     S_2 = PRIOR * size / (2 * U) * math.exp(3 / math.sqrt(40))
     assert judge.vectors("s") == pytest.approx([S_2], rel=1e-14)
     assert judge.x[0][0].item() == pytest.approx(1 - 2 * S_1 - 8 * S_2, rel=1e-14)
-    # Now |D| = 2 S_1 + 8 S_2, and z is negative. At half the lr this counts half, and the former fades half as much.
+    # Now |D| = 2 S_1 + 8 S_2, and z is negative. At half the lr it counts half, and what was fades half as much.
     D, w = 2 * S_1 + 8 * S_2, 0.5
     kept, z_1, z_2 = 1 - w / 40, 8 * S_1, -2 * D
     U = math.sqrt((2 * U**2 + w * D**2 / (4 * S_1**2 + 4 * S_2**2)) / (2 + w))
