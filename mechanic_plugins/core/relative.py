@@ -105,4 +105,5 @@ def _gather(row: Row, z: float, dd: float, weight: float) -> None:
 
 
 def _rho(row: Row) -> float:
-    return row.r[0] / math.sqrt(row.v[0] * WINDOW) if row.v[0] > 0 else 0.0
+    window = max(row.m[0], WINDOW)  # a checkpoint of an earlier rule may hold more steps
+    return row.r[0] / math.sqrt(row.v[0] * window) if row.v[0] > 0 else 0.0

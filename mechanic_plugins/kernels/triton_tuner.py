@@ -118,7 +118,7 @@ def _advance(sums, old, new, clip, lr, played, moves):
     _put(new, old, _H, come / tl.where(played > 0, played, 1.0), moves)
     _put(new, old, _LENGTH, length, moves)
     _put(new, old, _GRADIENTS, tl.load(old + _GRADIENTS) + tl.where(has_gradient, 1.0, 0.0), moves)
-    energy = v * _WINDOW
+    energy = v * tl.where(m > _WINDOW, m, m * 0.0 + _WINDOW)
     rho = tl.where(energy > 0, r / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
     unit = peak * length
     size = tl.load(old + _SIZE) * tl.exp(tl.log(tl.load(old + _TOUCHED)) * _POWER)

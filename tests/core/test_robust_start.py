@@ -139,7 +139,8 @@ def test_gradients_of_zero_cost_the_steps_they_take_and_no_more(base: str) -> No
 def test_a_head_that_starts_at_zero_trains() -> None:
     """Its gradient alone is not 0 at first: weights that have none yet must not be taken for idle.
 
-    Two networks are compared, so a base's ratio is not 1: at fixed rates SGD with momentum and RMSprop have 0.98 to 1.07.
+    Two networks are compared, so a base's ratio is not 1: at fixed rates SGD with momentum and RMSprop have 0.98 to
+    1.07.
     """
     ratios = torch.tensor([ratio(losses(base)["head of zeros"], losses(base)["undisturbed"]) for base in BASES])
     assert ratios.log().mean().exp() <= 1.05

@@ -243,6 +243,15 @@ def test_the_window_of_the_evidence_is_the_same_in_a_long_run(steps: int) -> Non
     assert not signs[-1]
 
 
+def test_evidence_of_an_earlier_rule_is_bounded_too() -> None:
+    """Checkpoints made while the window grew with the run hold thousands of steps: they would be 10 in the exponent."""
+    row = played([FIRST, *STEPS[:2]])
+    before, row.r, row.v, row.m = row.copy(), [5000.0], [5000.0], [5000.0]
+    for each in (row, before):
+        step([each], (0.0, 1.0, 9.0, 0.0, 1.0, 0.0))
+    assert row.played / before.played < math.exp(3)
+
+
 def test_steps_that_hardly_move_prove_little() -> None:
     """At a thousandth of the run's mean scale, evidence counts a thousandth: a scale that fell can rise again."""
     row = played([FIRST, *STEPS[:2]])
