@@ -110,22 +110,26 @@ class AroundBase(Plan):
         lost = [self._uses_masters and is_discarded(self.base, entry.param) for entry in moved]
         masters_of = {id(each.param): each.master for each in lent}
         stepped = [masters_of.get(id(entry.param), entry.param) for entry in moved]
-        olds = [local(x).detach().clone() for x in stepped]
+        olds = {x: local(x).detach().clone() for x in stepped}
         only_measures = self.slots.is_default and not any(decision.afters)
-        stretch = _stretch(moved, olds, unit) if self._is_linear and only_measures else 1.0
+        stretch = _stretch(moved, list(olds.values()), unit) if self._is_linear and only_measures else 1.0
         lrs = [group["lr"] * (stretch / unit) for group in self.base.param_groups] if self._is_linear else ()
         try:
             result = self._step_with(lent, lrs, decision, closure)
             if not self.is_complete:
-                warn_of_own_iterates(self.base, [entry.param for entry in moved], olds)
-            updates = [(local(x) - old) / stretch for x, old in zip(stepped, olds, strict=True)]
-            for x, old in zip(stepped, olds, strict=True):
-                local(x).copy_(old)
-            self._keep(starts, lent)
-            for entry, x, update, is_lost in zip(moved, stepped, updates, lost, strict=True):
+                warn_of_own_iterates(self.base, [entry.param for entry in moved], list(olds.values()))
+            params = {entry.param for entry in moved}
+            self._keep({p: x for p, x in starts.items() if p not in params}, lent)
+            for entry, x, is_lost in zip(moved, stepped, lost, strict=True):
+                update = (local(x) - olds[x]) / stretch
+                local(x).copy_(olds[x])
+                if only_measures:  # what began is then in the old weights' place: no step takes more memory than another
+                    del olds[x]
+                if entry.param in starts:
+                    self._begin(entry.param, starts[entry.param])
                 self._add(entry, x, update.zero_() if is_lost else update, decision)
         except BaseException:
-            for x, old in zip(stepped, olds, strict=True):
+            for x, old in olds.items():
                 local(x).copy_(old)
             raise
         return result
@@ -175,10 +179,13 @@ class AroundBase(Plan):
         for each in lent:
             self.base.state[each.param].setdefault(MASTER, each.master)
         for p, x in starts.items():
-            state = self.base.state[p]
-            self.slots.begin(p, state, has_master=self._uses_masters and is_16_bit(p.dtype))
-            if x is not None:
-                self.slots.put(p, state, REF, x)
+            self._begin(p, x)
+
+    def _begin(self, p: Tensor, x: Tensor | None) -> None:
+        state = self.base.state[p]
+        self.slots.begin(p, state, has_master=self._uses_masters and is_16_bit(p.dtype))
+        if x is not None:
+            self.slots.put(p, state, REF, x)
 
     def _lent(self) -> list[Lent]:
         lent = []
