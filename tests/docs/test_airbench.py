@@ -1,4 +1,4 @@
-"""The example around airbench94: what it changes in the script. No GPU, no data."""
+"""The example around airbench94: what it changes in the script, and its page. No GPU, no data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def module(name: str) -> Any:
     return found
 
 
-run = module("run")
+run, report = module("run"), module("report")
 
 
 @pytest.fixture
@@ -164,3 +164,39 @@ def test_a_whole_run_writes_a_line_for_each(path: Path, tmp_path: Path) -> None:
     subprocess.run([*command, "--records", str(records), *cells], check=True, timeout=250)
     found = [json.loads(line) for line in records.read_text().splitlines()]
     assert sorted((r["method"], r["seed"]) for r in found) == [("mechanic", 0), ("mechanic", 1), ("script", 0)]
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_pages_table_follows_from_the_records() -> None:
+    page = (FOLDER.parents[1] / "docs" / "airbench.md").read_text()
+    records = report.read(report.RECORDS)
+    assert report.table(records) in page
+    assert report.filled(page, report.table(records)) == page
+    assert len({(r["method"], r["factor"], r["where"], r["seed"]) for r in records}) == len(records)
+
+
+def test_a_cell_has_the_mean_its_error_and_the_runs() -> None:
+    records = [
+        {"method": method, "factor": factor, "where": where, "accuracy": accuracy, "rate": rate}
+        for factor, where in report.ROWS
+        for method in ("script", "mechanic")
+        for accuracy, rate in ((0.94, 0.9), (0.95, 1.1), (0.1, 1.0))
+    ]
+    assert report.table(records).splitlines()[3].split("|")[2:] == [
+        " 66.33 ± 28.17 (3) ",
+        " 66.33 ± 28.17 (3) ",
+        " 1.00 (0.90 to 1.10) ",
+        "",
+    ]
+
+
+def test_the_report_fills_the_page_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    page, picture = tmp_path / "page.md", tmp_path / "airbench.png"
+    page.write_text("before\n<!-- table -->\nold\n<!-- end -->\nafter\n")
+    report.main(["--page", str(page), "--picture", str(picture)])
+    table = report.table(report.read(report.RECORDS))
+    assert page.read_text() == f"before\n<!-- table -->\n\n{table}\n\n<!-- end -->\nafter\n"
+    assert picture.stat().st_size > 10_000
