@@ -123,7 +123,7 @@ class AroundBase(Plan):
             for entry, x, is_lost in zip(moved, stepped, lost, strict=True):
                 update = (local(x) - olds[x]) / stretch
                 local(x).copy_(olds[x])
-                if only_measures:  # what began is then in the old weights' place: no step takes more memory than another
+                if only_measures:  # the reference that begins below is in their place: no step takes more memory
                     del olds[x]
                 if entry.param in starts:
                     self._begin(entry.param, starts[entry.param])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from multiprocessing import parent_process
+from typing import ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -62,11 +63,18 @@ class Recorder:
         events: Notes that something was probed.
     """
 
+    _speaker: ClassVar[ref[Recorder] | None] = None
+    """The first of this process: where a runner starts a runner, there are two."""
+
     def __init__(self, probe: int, events: Events) -> None:
         self._probe, self._events = probe, events
         self._runs: list[_Run] = []
         self._run_of: WeakKeyDictionary[MechanicOptimizer, _Run] = WeakKeyDictionary()
         self._has_reported = False
+        Recorder._speaker = Recorder._speaker or ref(self)
+
+    def _speaks(self) -> bool:
+        return Recorder._speaker is not None and Recorder._speaker() is self and is_first_rank()
 
     def record(self, optimizer: MechanicOptimizer) -> None:
         """Exits the program when a probe is complete, on every rank in the same step."""
@@ -78,7 +86,7 @@ class Recorder:
             self._runs.append(run)
         run.record(optimizer)
         run.calls += 1
-        if run.calls in _ANNOUNCED and not self._probe and is_first_rank() and not _LOGGERS & sys.modules.keys():
+        if run.calls in _ANNOUNCED and not self._probe and self._speaks() and not _LOGGERS & sys.modules.keys():
             say(f"{run.base.__name__}: learning rate in force at step {run.calls}: {max(optimizer.effective_lrs):.3g}")
         if self._probe:
             run.steps = int(optimizer.tuner.steps) - run.before  # not calls: DeepSpeed steps part by part
@@ -107,7 +115,7 @@ class Recorder:
         """The program has ended by itself."""
         if self._probe:
             self._report_probe()
-        elif is_first_rank() and "transformers.trainer" not in sys.modules:  # whose callback reports it
+        elif self._speaks() and "transformers.trainer" not in sys.modules:  # whose callback reports it
             for run in self._runs:
                 for line in run.said():
                     say(line)
@@ -117,10 +125,11 @@ class Recorder:
             return
         self._has_reported = True
         self._events.note("probed")
-        if is_first_rank():
+        if self._speaks():
             for run in self._runs:
                 sys.stdout.write("\n".join(_lines(run, self._probe)) + "\n")
             sys.stdout.flush()
+        if is_first_rank():
             self._events.note("reported")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,9 +158,8 @@ def test_cells_advance_together() -> None:
 @pytest.mark.slow
 def test_a_whole_run_writes_a_line_for_each(path: Path, tmp_path: Path) -> None:
     records = tmp_path / "records.jsonl"
-    command = [sys.executable, str(FOLDER / "run.py"), "--script", str(path), "--data", str(tmp_path)]
-    cells = ["--cells", "mechanic:1:2", "script:10:1:file"]
-    subprocess.run([*command, "--records", str(records), *cells], check=True, timeout=250)
+    words = ["--script", str(path), "--data", str(tmp_path), "--records", str(records)]
+    run.main([*words, "--cells", "mechanic:1:2", "script:10:1:file"])
     found = [json.loads(line) for line in records.read_text().splitlines()]
     assert sorted((r["method"], r["seed"]) for r in found) == [("mechanic", 0), ("mechanic", 1), ("script", 0)]
 

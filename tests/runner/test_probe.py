@@ -91,18 +91,31 @@ def test_two_optimizers_are_both_probed(run_warm: Runner, tmp_path: Path) -> Non
 HF = Path(__file__).parents[1] / "hf"
 
 
-@pytest.mark.slow
-def test_the_trainer_stops_on_all_ranks_with_whole_checkpoints(run: Runner, tmp_path: Path) -> None:
-    """The ranks are runners themselves, as by `torchrun -m mechanic_plugins.run`, with exit statuses of their own.
+SHARED = """
+torch.distributed.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
 
-    DeepSpeed's launcher starts a plain script.
-    """
-    options = "--max_steps 100 --per_device_train_batch_size 4 --save_steps 10 --logging_steps 5 --use_cpu True"
-    options += " --report_to none --disable_tqdm True --output_dir out --learning_rate 2e-5 --result result"
+
+@pytest.mark.slow
+def test_a_probe_stops_all_of_torchruns_ranks(run: Runner, tmp_path: Path) -> None:
+    """The ranks are runners themselves, with exit statuses of their own. DeepSpeed's launcher starts a plain script."""
+    write(tmp_path, SHARED)
     words = ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "mechanic_plugins.run", "--probe", "25"]
-    done = run("--probe", "25", *words, str(HF / "hf_script.py"), *options.split(), HF_HUB_OFFLINE="1")
+    done = run("--probe", "25", *words, "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is mechanized.") == 1
+    assert done.stdout.count("Mechanic around AdamW, 25 steps:") == 1
+    assert "ended" not in done.stdout
+
+
+@pytest.mark.slow
+def test_the_trainer_stops_with_whole_checkpoints(run_warm: Runner, tmp_path: Path) -> None:
+    options = "--max_steps 100 --per_device_train_batch_size 4 --save_steps 10 --logging_steps 5 --use_cpu True"
+    options += " --report_to none --disable_tqdm True --output_dir out --learning_rate 2e-5 --result result"
+    done = run_warm("--probe", "25", str(HF / "hf_script.py"), *options.split(), HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("Mechanic around AdamW, 25 steps:") == 1
     lr = next(line for line in done.stdout.splitlines() if line.startswith("or for the Trainer: --learning_rate "))
     assert 0 < float(lr.split()[-1]) < 1

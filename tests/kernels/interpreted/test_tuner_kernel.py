@@ -15,13 +15,14 @@ from mechanic_plugins.core.tuner_state import initial_state
 from mechanic_plugins.kernels import gpu_tuner
 
 CPU = torch.device("cpu")
-CASES: list[dict[str, Any]] = [{}, {"max_scale": 1e-3}]
+CASES: list[tuple[dict[str, Any], int, float | None]] = [
+    *(({}, tuners, norm) for tuners in (1, 2) for norm in (None, 0.1, 1.3, math.inf)),
+    ({"max_scale": 1e-3}, 2, 0.1),
+]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of an infinity
-@pytest.mark.parametrize("norm", [None, 0.1, 1.3, math.inf])
-@pytest.mark.parametrize("tuners", [1, 2])
-@pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.parametrize(("options", "tuners", "norm"), CASES, ids=str)
 def test_the_kernel_equals_the_floats(options: dict[str, Any], tuners: int, norm: float | None) -> None:
     """Two tuners share one norm; steps that are not finite, without gradients, held or outliers are among them.
 
