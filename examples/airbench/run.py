@@ -134,6 +134,16 @@ def _one(task: tuple[Path, Path, Run, float]) -> dict[str, Any] | None:
     return train(_script[path], run)
 
 
+@contextlib.contextmanager
+def side_by_side(jobs: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A map over processes; over none for a single job."""
+    if jobs == 1:
+        yield map
+    else:
+        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+            yield pool.imap_unordered
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--script", type=Path, required=True, help="legacy/airbench94.py in a checkout")
@@ -151,8 +161,8 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     until = time.time() + given.seconds
     tasks = [(path, data, run, until) for run in runs(given.cells, given.first_seed)]
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool, given.records.open("a") as file:
-        for record in pool.imap_unordered(_one, tasks):
+    with side_by_side(given.jobs) as each, given.records.open("a") as file:
+        for record in each(_one, tasks):
             if record is not None:
                 file.write(json.dumps(record) + "\n")
                 file.flush()

@@ -155,8 +155,8 @@ def test_cells_advance_together() -> None:
     ]
 
 
-@pytest.mark.slow
-def test_a_whole_run_writes_a_line_for_each(path: Path, tmp_path: Path) -> None:
+def test_a_whole_run_writes_a_line_for_each(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the run changes the folder, too
     records = tmp_path / "records.jsonl"
     words = ["--script", str(path), "--data", str(tmp_path), "--records", str(records)]
     run.main([*words, "--cells", "mechanic:1:2", "script:10:1:file"])
