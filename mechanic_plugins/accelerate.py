@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def _prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
-    """Imports the DeepSpeed plugin on demand: DeepSpeed is slow to import."""
+    """Imports the DeepSpeed plugin on demand, since DeepSpeed is slow to import."""
     for arg in args:
         if isinstance(arg, type) and issubclass(arg, MechanicOptimizer):
             raise TypeError(not_built(arg))

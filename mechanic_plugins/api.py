@@ -80,18 +80,18 @@ def unwrap(optimizer: Any) -> MechanicOptimizer:
 
 
 def find(optimizer: Any) -> MechanicOptimizer | None:
-    """As `unwrap`, or None."""
+    """`unwrap`, but None if there is none."""
     while optimizer is not None and not isinstance(optimizer, MechanicOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     if optimizer is None:
         return None
-    # Lightning's and Fabric's have a class derived from that of the optimizer they hold
+    # Lightning's and Fabric's wrappers derive their class from that of the optimizer they hold
     held = vars(optimizer).get("_optimizer")
     return held if isinstance(held, MechanicOptimizer) else optimizer
 
 
 def chain(optimizer: Any) -> str:
-    """Names what wraps what: "AcceleratedOptimizer around AdamW"."""
+    """Describes nested wrappers, as in "AcceleratedOptimizer around AdamW"."""
     names = []
     while optimizer is not None:
         names.append(type(optimizer).__name__)
@@ -129,6 +129,6 @@ def demechanize(optimizer: Any) -> Optimizer:
 
 
 def peak_lr(group: dict[str, Any]) -> float:
-    """The highest lr of a group's schedule: schedulers note where they began or, as OneCycleLR, how high they go."""
+    """The highest lr of a group's schedule. Schedulers note their initial lr or, like OneCycleLR, their maximum."""
     lrs = (group.get(key) for key in ("max_lr", "initial_lr", "lr"))
     return float(next((lr for lr in lrs if lr is not None), 1.0))

@@ -24,7 +24,7 @@ __all__ = ["Mechanized", "class_with", "not_built", "wrap"]
 
 
 class OptimizerClass(type):
-    """The type of classes made here. No module holds them, so pickles store how to make them again."""
+    """The metaclass of classes made here. No module holds them, so pickles store how to recreate them."""
 
 
 def _reduced(cls: type) -> Any:
@@ -49,7 +49,7 @@ def _class_around(base: type[Optimizer]) -> type[MechanicOptimizer]:
 class Mechanized(MechanicOptimizer):
     """Parent of the classes that `mechanize(AdamW)` returns, built with AdamW's arguments and Mechanic's options.
 
-    Where the base has an argument of an option's name, the option is called `mechanic_<name>`.
+    If the base has an argument of the same name, the option is called `mechanic_<name>`.
     """
 
     base_class: ClassVar[type[Optimizer]]
@@ -68,7 +68,7 @@ class Mechanized(MechanicOptimizer):
             kwargs["lr"] = signature.parameters["lr"].default
         shown = {_shown(option, self.base_class): option for option in DEFAULTS}
         options = {option: kwargs.pop(key) for key, option in shown.items() if key in kwargs}
-        wrapping = configured({**self.options, **options})  # before the base is built: an error leaves nothing behind
+        wrapping = configured({**self.options, **options})  # first, so that an error leaves nothing behind
         super().__init__(self.base_class(params, *args, **kwargs), **wrapping)
 
 
@@ -94,7 +94,7 @@ def class_with(base: type[Optimizer], options: Options, lr: float | None = None,
 
 
 def _signature(base: type[Optimizer], options: Options, lr: float | None) -> inspect.Signature:
-    """The base's parameters, its lr's default replaced, then the options."""
+    """The base's parameters, with another default for lr, followed by the options."""
     try:
         hints = typing.get_type_hints(base.__init__)
     except NameError:  # names imported for type checkers only
@@ -109,7 +109,7 @@ def _signature(base: type[Optimizer], options: Options, lr: float | None) -> ins
 
 
 def _constructor(signature: inspect.Signature) -> Any:
-    """`Mechanized.__init__` with this signature, for programs that pass only the arguments they find there."""
+    """`Mechanized.__init__` with this signature, for programs that pass only arguments found in a signature."""
 
     def __init__(self: Mechanized, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         Mechanized.__init__(self, *args, **kwargs)
@@ -135,13 +135,13 @@ def _check_params(name: str, params: Any) -> None:
 
 
 def not_built(cls: type) -> str:
-    """An error message for a class in place of an optimizer."""
+    """The error message for a class given in place of an optimizer."""
     name = cls.__name__
     return f"got the class {name} instead of an optimizer: build it, as {name}(model.parameters())."
 
 
 def _made(base: type[Optimizer], parent: type, **entries: Any) -> Any:
-    """In the base's module: transformers looks for "bitsandbytes" in the text of a class."""
+    """Makes a class in the base's module: transformers looks for "bitsandbytes" in a class's repr."""
     if issubclass(base, MechanicOptimizer):
         raise ValueError(f"{base.__name__} is mechanized already: mechanize() it once.")
     name = f"Mechanic{base.__name__}"

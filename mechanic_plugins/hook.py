@@ -19,14 +19,14 @@ Action = Callable[[ModuleType], object]
 
 
 def install() -> None:
-    """Registers with transformers and DeepSpeed when they are imported, or now if they were. Idempotent."""
+    """Registers with transformers and DeepSpeed when they are imported, or now if they already are. Idempotent."""
     for name, action in _REGISTRATIONS.items():
         if action not in _actions.get(name, ()):
             after_import(name, action)
 
 
 def after_import(name: str, action: Action) -> None:
-    """Calls `action` with the module once it was executed, or now if it was imported before."""
+    """Calls `action` with the module once it has been imported, or now if it has been already."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _actions.setdefault(name, []).append(action)
@@ -35,7 +35,7 @@ def after_import(name: str, action: Action) -> None:
 
 
 def _add_names(module: ModuleType) -> None:
-    """Only the names: transformers.trainer may be half imported."""
+    """Adds only the names: transformers.trainer may be half imported."""
     from mechanic_plugins.hf.optim_names import add_names
 
     add_names(module.OptimizerNames)
@@ -50,7 +50,7 @@ _actions: dict[str, list[Action]] = {}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Delegates to the usual finders, and adds actions for after the module is executed."""
+    """Delegates to the usual finders and adds actions to run after the module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -68,7 +68,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _act_after(loader: importlib.abc.Loader, actions: Sequence[Action]) -> None:
-    """The loader itself stays: inspect, pickle and transformers' lazy imports look at it."""
+    """Patches the loader in place: inspect, pickle and transformers' lazy imports look at it."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -103,6 +103,6 @@ def _real(t: Tensor) -> Tensor:
 
 
 def _local(t: Any) -> Tensor:
-    """A rank's own part of a DTensor: every operation here is by element, and older torch cannot shard them all."""
+    """This rank's shard of a DTensor: all operations are elementwise, and older torch cannot shard some of them."""
     part: Tensor = t.to_local() if hasattr(t, "to_local") else t
     return part

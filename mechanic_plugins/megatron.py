@@ -1,11 +1,11 @@
-"""Megatron-Core: one scale for all that its optimizer steps, on all ranks.
+"""Megatron-Core: one scale for everything that its optimizer steps, on all ranks.
 
     optimizer = mechanize(get_megatron_optimizer(config, [model]))  # this module's mechanize
     mechanic_of(optimizer).scale
 
-Dense weights and experts have an optimizer each, and these step one after the other over this rank's shards. Before the
-first does, all sum over their shards, by the rule and the ranks of Megatron's gradient norm. Each then decides by the
-sums of all, and so the same.
+Dense weights and experts have one optimizer each, which step one after the other over this rank's shards. Before the
+first of them does, all of them sum over their shards, with the counting rule and the process groups of Megatron's
+gradient norm. Each then decides from the total, so all decide alike.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def mechanize(optimizer: Any, **options: Unpack[Options]) -> Any:
 
 
 def mechanic_of(optimizer: Any) -> MechanicOptimizer | None:
-    """The first mechanized optimizer, whose scale is that of all; None on a rank without weights to train."""
+    """The first mechanized optimizer; all have the same scale. None on a rank without weights to train."""
     inner = [member.optimizer for member in getattr(optimizer, "chained_optimizers", [optimizer])]
     return next((one for one in inner if isinstance(one, MechanicOptimizer)), None)
 
 
 @torch.no_grad()
 def _step(members: Sequence[Any], step: Callable[[], bool]) -> bool:
-    """All gradients are complete, unscaled and clipped, and no weight has moved yet."""
+    """Decides before Megatron's step: all gradients are complete, unscaled and clipped; no weight has moved yet."""
     sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64)
-    for member in members:  # all ranks take part in each, with or without shards of it
+    for member in members:  # every rank takes part in each reduction, with or without shards
         mine = torch.zeros_like(sums) if member.is_stub_optimizer else member.optimizer.local_sums(list(_parts(member)))
         sums += Reduction(member.get_grad_stats_parallel_group())(mine).cpu()
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def _step(members: Sequence[Any], step: Callable[[], bool]) -> bool:
 
 
 def _parts(member: Any) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor | None]]:
-    """What this rank counts: Megatron leaves out copies that tensor parallelism or tied weights have elsewhere."""
+    """The parts that this rank counts: not the copies that tensor parallelism or tied weights have on other ranks."""
     counted, mechanic = {id(grad): grad for grad in member.get_main_grads_for_grad_norm()}, member.optimizer
     for group in mechanic.param_groups:
         for p in (p for p in group["params"] if id(p.grad) in counted):
@@ -80,7 +80,7 @@ def _parts(member: Any) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor
 
 
 def _keep_in_checkpoints(member: Any) -> None:
-    """Megatron loads into the tensors that it finds: Mechanic's must be there before."""
+    """Creates Mechanic's state before a load: Megatron loads only into existing tensors."""
     if isinstance(member, DistributedOptimizer):
         member.optimizer.register_load_state_dict_pre_hook(_make_room)
         member.get_parameter_state_dp_zero = _refuse_to_gather

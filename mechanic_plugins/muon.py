@@ -64,10 +64,10 @@ class MuonWithAdamW(Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of matrices, or of other parameters, with the settings of the half that it joins.
+        """Adds a group of matrices or of other parameters, with the settings of the half that it joins.
 
         Raises:
-            ValueError: Both are in it.
+            ValueError: The group holds both.
         """
         if _USE_MUON not in param_group:
             halves = list(_split(_as_groups([param_group])[0], set(), {True: {}, False: {}}))
@@ -98,7 +98,7 @@ class MuonWithAdamW(Optimizer):
         return loss
 
     def _worker(self, build: Callable[[], Any]) -> Any:
-        """Created on demand: pickles and copies of an optimizer keep only its groups and state."""
+        """Creates the inner optimizer on demand: pickles and copies keep only groups and state."""
         workers = self.__dict__.setdefault("_workers", {})
         if build not in workers:
             workers[build] = build()
@@ -114,7 +114,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def _muon() -> Any:
-    """Torch's Muon on a placeholder: each step lends it our groups and state."""
+    """Torch's Muon on a placeholder. Each step lends it our groups and state."""
     if not hasattr(torch.optim, "Muon"):
         raise ImportError(f"torch {torch.__version__} has no Muon: pip install 'torch>=2.9'")
     return torch.optim.Muon([torch.zeros(1, 1)])
@@ -132,7 +132,7 @@ def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
 
 
 def _split(group: dict[str, Any], others: set[int], settings: dict[bool, dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Names stay with their parameters; a group without parameters stays one group."""
+    """Splits a group into halves. Names stay with their parameters; an empty group stays one group."""
     halves: dict[bool, list[Any]] = {True: [], False: []}
     names, params = group.pop("param_names", None), group.pop("params")
     for entry in params if names is None else zip(names, params, strict=True):

@@ -27,7 +27,7 @@ from mechanic_plugins.options import Options, hint
 __all__ = ["SGD", "Adafactor", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "NAdam", "RMSprop", "wrap"]
 
 _ON_DEMAND = {"AdamW8bit": "bitsandbytes"}
-"""Their packages are imported on first access."""
+"""Classes whose package is imported on first access."""
 
 
 def wrap(optimizer_class: type[Optimizer], **options: Unpack[Options]) -> type[Mechanized]:
@@ -50,7 +50,7 @@ def wrap(optimizer_class: type[Optimizer], **options: Unpack[Options]) -> type[M
 
 
 def _lr(base: type[Optimizer]) -> float | None:
-    """1, unless lr is more than a factor: Adafactor's also bounds its steps."""
+    """The default lr: 1, unless the base's lr is more than a factor, as Adafactor's, which also bounds its steps."""
     return 1.0 if known_bases.is_linear_in_lr(base) else None
 
 
@@ -68,7 +68,7 @@ Adafactor = _named("Adafactor", torch.optim.Adafactor)
 Lion = _named("Lion", lion.Lion)
 Muon = _named("Muon", muon.MuonWithAdamW)
 
-# torch.load(weights_only=True) of a checkpoint that names one of these classes, as darts' do
+# for torch.load(weights_only=True) of checkpoints that name one of these classes, as darts' do
 torch.serialization.add_safe_globals([AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, Adafactor, Lion, Muon])
 
 
@@ -84,6 +84,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Only names that can be imported here."""
+    """Lists only names that can be imported here."""
     found = {name for name, package in _ON_DEMAND.items() if importlib.util.find_spec(package) is not None}
     return sorted({*globals(), *found})

@@ -1,4 +1,4 @@
-"""The options of `mechanize`: every door takes these names and passes them to `configured`."""
+"""The options of `mechanize`. Every entry point takes these names and passes them to `configured`."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def _settings(settings: Any, tuning: dict[str, Any]) -> Settings:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Ends a sentence about an unknown name, with the most similar known one."""
+    """The end of a sentence about an unknown name, suggesting the most similar known one."""
     by_lower = {each.lower(): each for each in known}
-    plain = name.lower().removeprefix("mechanic_")  # the prefix is for names that the base has too
+    plain = name.lower().removeprefix("mechanic_")  # the prefix marks names that the base has as well
     similar = difflib.get_close_matches(plain, by_lower, n=1, cutoff=0.7)
     return f": did you mean {by_lower[similar[0]]!r}?" if similar else "."
 
@@ -112,7 +112,7 @@ def parsed(text: str | None) -> dict[str, Any]:
 
 
 def literal(text: str) -> Any:
-    """A number, true, false, none or a string; colons separate the items of a tuple."""
+    """Parses a number, true, false, none or a string. Colons separate the items of a tuple."""
     if ":" in text:
         return tuple(map(literal, text.split(":")))
     words = {"true": True, "false": False, "none": None}

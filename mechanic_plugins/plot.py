@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Series", "draw", "find_log", "main", "read"]
 
 Series = dict[str, list[tuple[float, float]]]
-"""For each name in a log its (step, value) pairs, in order."""
+"""The (step, value) pairs of each name in a log, in order."""
 
 LR, PEAK = "mechanic/effective_lr", "mechanic/peak_lr"
 FILES = ("trainer_state.json", "metrics.csv")
@@ -73,7 +73,7 @@ def _collected(rows: Iterable[Mapping[str, Any]]) -> Series:
         for name, value in row.items():
             try:
                 number = float(value)
-            except (TypeError, ValueError):  # a text, a list, or nothing in this row
+            except (TypeError, ValueError):  # text, a list, or nothing in this row
                 continue
             if name != "step":
                 series.setdefault(name, []).append((float(row["step"]), number))
@@ -118,7 +118,7 @@ def draw(series: Series, *, title: str, loss: str | None = None) -> Figure:
 
 
 def _lrs(series: Series) -> Series:
-    """By group where the log has groups that differ, under short names."""
+    """The learning rates under short names; per group if the log has groups that differ."""
     found = {name.partition(LR)[2].strip("/-") or "lr": pairs for name, pairs in series.items() if LR in name}
     if not found:
         raise ValueError(

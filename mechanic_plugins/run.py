@@ -54,7 +54,7 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 
 def main() -> None:
-    """The command line."""
+    """Entry point of the command line."""
     plan, target, arguments = parse(sys.argv[1:], str(__doc__))
     if not plan.replace and importlib.util.find_spec("transformers") is None:
         stop(
@@ -96,14 +96,14 @@ def _checked(plan: Plan, events: Events, arguments: list[str]) -> Iterator[None]
         _check(plan, events, arguments)
         sys.exit(0)
     except Exception:
-        if not events.of("probed"):  # stopped processes may raise after a probe
+        if not events.of("probed"):  # processes stopped by a probe may raise
             raise
     watch.finish()
     _check(plan, events, arguments)
 
 
 def _check(plan: Plan, events: Events, arguments: list[str]) -> None:
-    """Over all processes."""
+    """Checks what all processes did."""
     others = ", ".join(sorted(events.of("built"))) or "none"
     if {"-h", "--help"} & set(arguments):
         return
@@ -143,7 +143,7 @@ def _check_replaced(plan: Plan, events: Events, others: str) -> None:
 
 
 def _check_names(events: Events, arguments: list[str], others: str) -> None:
-    """For a program that ended well with nothing mechanized."""
+    """Checks a successful program in which nothing was mechanized."""
     asked = [value for value in (arg.rpartition("=")[2] for arg in arguments) if re.fullmatch(r"mechanic_\w+", value)]
     if asked and others != "none":
         stop(
@@ -159,7 +159,7 @@ def _check_names(events: Events, arguments: list[str], others: str) -> None:
 
 
 def _run_module(arguments: list[str]) -> None:
-    """What `python -m module` does, by python's own means: run_module would put our `__main__` back at the end."""
+    """Does what `python -m module` does. runpy.run_module would restore our `__main__` at the end."""
     sys.argv = arguments
     _lead_the_path(Path.cwd())
     sys.modules["__main__"] = ModuleType("__main__")
@@ -167,7 +167,7 @@ def _run_module(arguments: list[str]) -> None:
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
-    """What `python script.py` does. runpy.run_path would put our own `__main__` back before exit handlers ran."""
+    """Does what `python script.py` does. runpy.run_path would restore our `__main__` before exit handlers run."""
     sys.argv = [script, *arguments]
     _lead_the_path(Path(script).resolve().parent)
     if Path(script).is_dir() or script.endswith((".zip", ".pyz")):
@@ -195,7 +195,7 @@ def _compiled(script: str) -> Any:
 
 
 def _without_our_frames(ours: set[str]) -> ExceptHook:
-    """A script's traceback begins in the script."""
+    """An excepthook that starts a script's traceback in the script."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:

@@ -30,13 +30,13 @@ STILL_RISING = (
 _NO_STEP = "Mechanic made no step: optimizer.step() was replaced or never called, so nothing was trained with it."
 _AGREEMENT = 0.8
 _HARDLY = 1e-3
-"""A share of the weights' size. The rule itself moves them by some percent within ten steps."""
+"""A fraction of the weights' size. The rule itself moves them by a few percent within ten steps."""
 
 
 class ScaleHistory:
     """The scale at evenly spaced steps, kept as device tensors, so that recording never waits.
 
-    At `limit` records every other one is dropped, and from then on half as many steps are recorded.
+    At `limit` records, every other one is dropped and half as many steps are recorded from then on.
 
     Args:
         limit: An even number of records, at least 16.
@@ -65,11 +65,11 @@ class ScaleHistory:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it began with the optimizer's first step, not with a resumed one. Waits for the device."""
+        """Whether it starts with the optimizer's first step, not a resumed one. Waits for the device."""
         return self._steps_before is not None and float(self._steps_before) <= 0
 
     def lrs(self) -> list[list[float]]:
-        """For each recorded step each param group's scale * lr. Waits for the device once."""
+        """Each param group's scale * lr at each recorded step. Waits for the device once."""
         if not self._records:
             return []
         scales = iter(torch.cat([scales for scales, _ in self._records]).tolist())
@@ -87,7 +87,7 @@ def report(optimizer: MechanicOptimizer) -> str:
 
 
 def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[str]:
-    """What looks wrong at the end of a run, each said once. Waits for the device."""
+    """Remarks on what looks wrong at the end of a run. Waits for the device."""
     found = []
     if history is not None and (is_still_rising(history) or (history.is_whole and _all_agree(optimizer))):
         found.append(STILL_RISING)
@@ -110,7 +110,7 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
 
 
 def _all_agree(optimizer: MechanicOptimizer) -> bool:
-    """Whether nearly every step of the default rule's window would have gone further: the mean beside the rms of z."""
+    """Whether nearly all steps in the default rule's window were favourable, by the mean of z over its rms."""
     r, m, v = (vector.reshape(-1).tolist() for vector in (optimizer.tuner.r, optimizer.tuner.m, optimizer.tuner.v))
     is_default = optimizer.settings.rule == "relative"
     return is_default and any(a > _AGREEMENT * math.sqrt(b * c) for a, b, c in zip(r, v, m, strict=True))
@@ -119,9 +119,9 @@ def _all_agree(optimizer: MechanicOptimizer) -> bool:
 def is_still_rising(history: ScaleHistory) -> bool:
     """Whether the learning rate in force grew nearly as fast in the last quarter of the run as it ever did.
 
-    It rises fast until it is found; later drift is small beside that. So the measure is the run's own fastest quarter,
-    without the first three steps, which jump: they measure how long an update is. A resumed run has not seen the rise
-    and never counts. Waits for the device.
+    The rate rises fast until it is found and drifts little after that, so the run's own fastest quarter is the measure.
+    The first three steps, which measure the length of an update, are left out. A resumed run has missed the rise and
+    never counts. Waits for the device.
     """
     logs = [math.log(max(lrs)) for lrs in history.lrs() if max(lrs) > 0]
     quarter = max(len(logs) // 4, 1)

@@ -5,7 +5,7 @@
 
 The import registers the names of `mechanic_plugins.hf.optim_names.BASES`. transformers has no registry, so three places
 are patched in memory: the enum of names, the static method that turns a name into a class, and the constructor that
-collects a Trainer's callbacks, for the one that logs the scale. transformers' own optimizers are unaffected.
+collects a Trainer's callbacks, to add the one that logs the scale. transformers' own optimizers are unaffected.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _refuse_unsuitable(name: str) -> None:
 # -------------------------------------------------------------------------------- the logs
 
 
-logger = logging.get_logger("transformers.mechanic")  # as loud as transformers itself
+logger = logging.get_logger("transformers.mechanic")  # same verbosity as transformers itself
 
 
 class MechanicCallback(TrainerCallback):
@@ -149,7 +149,7 @@ def _warn_of_schedule(args: TrainingArguments, state: Any) -> None:
 
 
 def _worth_logging(mechanic: MechanicOptimizer) -> dict[str, float]:
-    """Trainer makes two param groups, with and without decay; they are logged separately only if they differ."""
+    """The metrics to log. Trainer's two param groups, with and without decay, are separate only if they differ."""
     metrics = mechanic.metrics()
     wanted = {"mechanic/scale", "mechanic/effective_lr"}
     if metrics["mechanic/skipped_steps"]:
@@ -165,7 +165,7 @@ def _worth_logging(mechanic: MechanicOptimizer) -> dict[str, float]:
 
 
 def _add_callback(original: Any, handler: CallbackHandler, callbacks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-    """Where callbacks are called: programs such as ms-swift replace Trainer's DEFAULT_CALLBACKS."""
+    """Adds the callback where callbacks are called: programs such as ms-swift replace Trainer's DEFAULT_CALLBACKS."""
     callbacks = list(callbacks)
     kinds = [each if isinstance(each, type) else type(each) for each in callbacks]
     if not any(issubclass(kind, MechanicCallback) for kind in kinds):

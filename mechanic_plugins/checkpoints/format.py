@@ -40,7 +40,7 @@ __all__ = [
 FORMAT = 4
 HEADER = PREFIX + "tuners"
 RELEASED = "released"
-"""What `mechanic_frozen` says where no reference is kept any more."""
+"""The value of `mechanic_frozen` once no reference is kept any more."""
 
 SINCE: dict[str, int] = dict.fromkeys((*VECTORS, "s_init", "played", "h", "lr"), 1) | {"gradients": 2, "longest": 2}
 """The format that introduced each field of the tuner; 3 if not listed. Format 4 has references in place of delta."""
@@ -152,7 +152,7 @@ _DAMAGED = f"it is damaged. {_REMEDY}"
 
 
 def _path_of_squares(numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """Format 3 had the sum of scale * lr where that of its squares is now: as if all steps had been alike."""
+    """Format 3 had the sum of scale * lr in place of the sum of its squares. Assumes that all steps were alike."""
     path, lr, elapsed = (numbers.get(name, [0.0])[0] for name in ("path", "lr", "elapsed"))
     steps = max(elapsed / lr, 1.0) if lr > 0 else 1.0
     return {"path": [path**2 / steps]} if path > 0 else {}
@@ -186,7 +186,7 @@ class _Reader:
         return str((self.header.settings or {}).get("rule"))
 
     def _check_kind(self) -> None:
-        """Another number of betas or another rule is not damage, but a published rule cannot go on from it."""
+        """Rejects another number of betas or another rule, which is no damage, but a published rule cannot continue."""
         rule, was = self.settings.rule, self._was_rule()
         if rule == was and len(found := self._list("s")) != self.settings.n:
             raise ValueError(

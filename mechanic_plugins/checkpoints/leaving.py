@@ -1,4 +1,4 @@
-"""Converting to a plain optimizer: the scales are multiplied into the learning rates, Mechanic's state is removed.
+"""Conversion to a plain optimizer: multiplies the scales into the learning rates and removes Mechanic's state.
 
 Shared by `demechanize` and by the functions that rewrite a framework's checkpoints.
 """
@@ -19,7 +19,7 @@ __all__ = ["filled", "rescale", "save_whole", "scales_in"]
 
 
 def filled(scales: Sequence[float]) -> list[float]:
-    """The groups' scales, with the smallest one for groups that have none.
+    """The groups' scales, with the smallest one filled in for groups that have none.
 
     With `scope="group"`, an empty group or one whose weights were always frozen has no scale of its own. If it is
     trained later, it should not start faster than the others, relative to its lr.

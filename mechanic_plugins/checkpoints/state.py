@@ -53,7 +53,7 @@ class Progress:
     lr_refs: dict[int, float] = field(default_factory=dict)
     """Each param group's first learning rate above 0, by index: the reference of its schedule."""
     begun: set[int] = field(default_factory=set, repr=False)
-    """The tuners that a GPU may let step by itself."""
+    """The tuners that a GPU may advance by itself."""
     seen: tuple[object, ...] = field(default=(), repr=False)
     """The lists that `write` put into the groups. A different object means that state was loaded since."""
 
@@ -149,7 +149,7 @@ def merge(
 ) -> None:
     """Adds Mechanic's tensors (by parameter id) to the base's state, on the parameter's device.
 
-    `dtypes` says what a parameter keeps. Delta, which an older format has in place of the reference, is kept too.
+    `dtypes` gives the slots of a parameter. Delta, which an older format has in place of the reference, is kept too.
     """
     for key, entries in ours.items():
         p = params.get(key)
@@ -198,7 +198,7 @@ def check(state_dict: StateDict, groups: Sequence[dict[str, Any]], settings: Set
 
 
 def is_released(groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether these param groups come from an optimizer that has given its memory back."""
+    """Whether these param groups come from an optimizer after `freeze(release=True)`."""
     return all(group.get(PREFIX + "frozen") == RELEASED for group in groups)
 
 

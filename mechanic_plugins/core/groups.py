@@ -1,4 +1,4 @@
-"""Param groups as people and programs look at them: by their names, and for the scale under the key "d"."""
+"""Param groups as users and programs see them: their names, and the scale under the key "d"."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Group = dict[str, Any]
 
 
 Owner = Callable[[], Any]
-"""A weak reference to the optimizer, or None: models are freed without a collection."""
+"""A weak reference to the optimizer, or None, so that models are freed without the garbage collector."""
 
 
 class LiveGroup(Group):
     """A param group that answers to "d" with its scale, as Prodigy's and D-Adaptation's do.
 
-    Diffusion trainers log it from there. It is not an entry: state dicts and copies have none. A base that has a "d" of
-    its own, as Adafactor, keeps it.
+    Diffusion trainers log it from there. It is not stored: state dicts and copies do not have it. A base with its own
+    "d", such as Adafactor, keeps that.
     """
 
     owner: Owner | None = None
@@ -46,7 +46,7 @@ class LiveGroup(Group):
 
 
 def show_scales(groups: list[Group], owner: Owner) -> None:
-    """Lets the optimizer's groups answer to "d". Idempotent."""
+    """Makes the optimizer's groups answer to "d". Idempotent."""
     for index, group in enumerate(groups):
         live = group if isinstance(group, LiveGroup) else LiveGroup(group)
         live.owner = owner
@@ -54,20 +54,20 @@ def show_scales(groups: list[Group], owner: Owner) -> None:
 
 
 def release(groups: Sequence[Group]) -> None:
-    """Without Mechanic there is no "d"."""
+    """Stops the groups from answering to "d"."""
     for group in groups:
         if isinstance(group, LiveGroup):
             group.owner = None
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """Each group's "name", or pg1, pg2 where it has none, or one that another group has too."""
+    """Each group's "name", or pg1, pg2, ... for groups without a unique one."""
     given = [group.get("name") for group in groups]
     count = Counter(given)
     return [f"pg{place}" if name is None or count[name] > 1 else str(name) for place, name in enumerate(given, start=1)]
 
 
 def average(values: Sequence[float], groups: Sequence[Group]) -> float:
-    """The mean over all weights, given a value for each group."""
+    """The mean over all weights of a value given per group."""
     sizes: list[int] = [sum(p.numel() for p in group["params"]) for group in groups]
     return sum(value * size for value, size in zip(values, sizes, strict=True)) / max(sum(sizes), 1)

@@ -32,15 +32,15 @@ _OTHERS_LINEAR_IN_LR = (
     "bitsandbytes.optim.adamw.AdamW",
     "bitsandbytes.optim.adamw.AdamW8bit",
 )
-"""By name, so that they are not imported."""
+"""Listed by name to avoid importing their packages."""
 
 _ADDS_WEIGHT_DECAY = ("SGD", "Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "ASGD")
 """torch's optimizers that add weight_decay * weights to the gradient, unless `decoupled_weight_decay` is set."""
 
 _OWN_ITERATES = ("schedulefree", "prodigy", "dadapt", "lookahead", "ranger", "madgrad")
 _OWN_ITERATES_EXACTLY = ("ftrl", "dog", "ldog", "dowg", "trac", "srmm", "accsgd")
-"""Parts of class names, and whole names, in lower case: optimizers that do not add an update to the current weights but
-compute the weights from iterates, averages or starting points of their own, or learn a scale from those."""
+"""Parts of class names, and whole names, in lower case, of optimizers that do not add an update to the weights: they
+compute the weights from their own iterates, averages or starting points, or learn a scale from those."""
 
 _REFUSED = {
     "LBFGS": "its line search evaluates points that Mechanic does not control. Use torch.optim.Adam, or LBFGS alone.",
@@ -48,7 +48,7 @@ _REFUSED = {
     "ZeroRedundancyOptimizer": "each rank steps different parameters and would learn its own scale. Shard with "
     "fully_shard (FSDP2) instead.",
 }
-"""Class names, with the reason."""
+"""Class names, and why each is refused."""
 
 _SKIPS_ON_FOUND_INF = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_ON_CPU = ("SGD", "Adam", "AdamW")
@@ -62,7 +62,7 @@ def is_linear_in_lr(kind: type[Optimizer]) -> bool:
 
 
 def watched_steps(base: Optimizer) -> int:
-    """In how many steps an update may turn out to be far longer than those before it, as RAdam's sixth does."""
+    """For how many steps to watch for an update far longer than those before it, such as RAdam's sixth."""
     return 10 if isinstance(base, torch.optim.RAdam) or not is_linear_in_lr(type(base)) else 0
 
 
@@ -72,9 +72,9 @@ def ignores_a_schedule(base: Optimizer) -> bool:
 
 
 def l2_penalty(base: Optimizer, group: dict[str, Any]) -> float:
-    """The factor k for a base that minimises k / 2 * |x|^2 beside the loss, as weight decay in SGD and Adam does.
+    """The factor k if the base minimises k / 2 * |x|^2 in addition to the loss, as weight decay in SGD and Adam does.
 
-    0 for decoupled weight decay, which is no gradient of anything, and for an optimizer that is not known.
+    0 for decoupled weight decay, which is not the gradient of anything, and for unknown optimizers.
     """
     decay = group.get("weight_decay")
     if not decay or group.get("decoupled_weight_decay"):
@@ -84,15 +84,15 @@ def l2_penalty(base: Optimizer, group: dict[str, Any]) -> float:
 
 
 def is_torchs_own(base: Optimizer) -> bool:
-    """Whether the base is one of torch's, which step each parameter independently and may be stepped in parts."""
+    """Whether the base is one of torch's own, which treat each parameter independently."""
     return _is_torchs(type(base), (*_LINEAR_IN_LR, "Rprop", "Adafactor", "ASGD"))
 
 
 def can_fuse_on_cpu(base: Optimizer) -> bool:
     """Whether torch's fused CPU kernel is correct for these parameters, and the user has not chosen an implementation.
 
-    It is the fastest, but torch uses it only on request. It walks flat memory, so all tensors must be contiguous; with
-    16-bit weights SGD's skips most of them (https://github.com/pytorch/pytorch/issues/191763).
+    It is the fastest, but torch uses it only on request. It reads flat memory, so all tensors must be contiguous. With
+    16-bit weights, SGD's kernel skips most of them (https://github.com/pytorch/pytorch/issues/191763).
     """
     if not _is_torchs(type(base), _FUSED_ON_CPU):
         return False
@@ -111,7 +111,7 @@ def _is_one_row(p: Tensor, state: dict[str, Any]) -> bool:
 
 
 def _has_some_buffers(base: Optimizer) -> bool:
-    """Torch's fused SGD needs the momentum buffers of all parameters or of none; a late first gradient breaks that."""
+    """Whether only some parameters have momentum buffers, after a late first gradient: fused SGD needs all or none."""
     for group in base.param_groups:
         if group.get("momentum"):
             states = [base.state.get(p, {}) for p in group["params"] if p.grad is not None]
@@ -164,7 +164,7 @@ def _why_not(name: str) -> str | None:
 
 
 def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> str | None:
-    """The name of an entry in a parameter's state that equals the weights before or after the first step, or None.
+    """The name of a state entry that equals the parameter's weights before or after the first step, or None.
 
     Such a base may continue from its own copy of the weights, like those rejected by name. Inconclusive, hence None, if
     all weights are equal or equal to their gradient: other entries may then look like a copy.
@@ -174,7 +174,7 @@ def own_iterate(state: Any, grad: Tensor | None, old: Tensor, new: Tensor) -> st
     if torch.equal(grad, old):
         return None
     for name, kept in state.items():
-        is_plain = type(kept) in (Tensor, torch.nn.Parameter)  # torchao's moments of 8 bits cannot be compared
+        is_plain = type(kept) in (Tensor, torch.nn.Parameter)  # torchao's 8-bit moments cannot be compared
         if is_plain and kept.shape == old.shape and any(torch.equal(kept, x) for x in (old, new)):
             return str(name)
     return None

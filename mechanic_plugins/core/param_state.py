@@ -7,18 +7,18 @@ import torch
 __all__ = ["DELTA", "MASTER", "PREFIX", "REF", "is_16_bit", "main_slot"]
 
 PREFIX = "mechanic_"
-"""All that Mechanic keeps in param groups and state dicts has keys that start so."""
+"""Prefix of every key that Mechanic adds to param groups and state dicts."""
 REF = PREFIX + "ref"
-"""The weights at the start. Before the first move, the updates that were not made. With a published rule, of 16-bit
-weights only."""
+"""The weights at the start of the run; before the first move, the sum of the updates that were only measured. With a
+published rule, kept for 16-bit weights only."""
 MASTER = PREFIX + "master"
-"""16-bit weights in float32: what the base steps. The weights are its rounding."""
+"""float32 copy of 16-bit weights. The base steps this copy, and the weights are its rounding."""
 DELTA = PREFIX + "delta"
-"""The sum of the base's updates: with a published rule, whose scale multiplies the past."""
+"""The sum of the base's updates, kept with a published rule, whose scale also multiplies past updates."""
 
 
 def main_slot(rule: str) -> str:
-    """What every parameter has that was stepped, with the default rule or with a published one."""
+    """The key that every stepped parameter has under this rule."""
     return REF if rule == "relative" else DELTA
 
 

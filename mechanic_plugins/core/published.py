@@ -1,11 +1,11 @@
-"""The published rules, in the paper's letters: given h, n coin bettors move, one for each beta.
+"""The published rules, in the paper's letters: given h, each of n learners updates its bet, one per beta.
 
 Mechanic (Cutkosky, Defazio, Mehta: "Mechanic: A Learning Rate Tuner", arXiv 2306.00144), Algorithm 1:
 
     h = <Delta, g> + lambda * S * |g| * <Delta, x> / |x|
     m = max(beta * m, |h|)                      the largest h seen, forgotten slowly
-    v = beta^2 * v + h^2                        the energy of h
-    r = max(0, beta * r - s * h)                the reward of what was bet
+    v = beta^2 * v + h^2                        the sum of squares of h
+    r = max(0, beta * r - s * h)                the reward so far
     s = (s_init * m / n + r) / (sqrt(v) + eps)  the next bet; S = sum(s)
 
 |h| in m is what the paper means: with the sign as printed, a first h < 0 leaves s at 0 forever.
@@ -22,7 +22,7 @@ __all__ = ["advance"]
 
 
 def advance(row: Row, sums: Products, settings: Settings) -> None:
-    """One step of the rule that the settings name."""
+    """One step of the rule named in the settings."""
     h = sums.dg
     if settings.s_decay:
         direction = sums.dx / math.sqrt(sums.xx) if sums.xx > 0 else 0.0
@@ -62,7 +62,7 @@ def _theory(row: Row, i: int, beta: float, h: float, settings: Settings) -> None
     """Algorithm 2, for the regret bound.
 
     q has the sign that the proof uses (as printed, s would be positive only where it loses). The initial wealth is
-    s_init times the first |h| that is not 0: no bet stands before it, so it is a constant of the game.
+    s_init times the first nonzero |h|: no bet is placed before that, so it is a constant of the game.
     """
     n, eps = len(row.s), settings.eps
     clipped = min(max(h, -row.m[i]), row.m[i])

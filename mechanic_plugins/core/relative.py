@@ -1,23 +1,23 @@
-"""The default rule: after n steps the weights should have moved by PRIOR * sqrt(n) of their size, or by what pays.
+"""The default rule: n steps should move the weights by PRIOR * sqrt(n) of their size, corrected by the run's evidence.
 
-A step of length a, repeated n times, moves the weights by a * sqrt(n) where the steps go all ways, which most of them
-do. So the distance from the start tells how long an update of the base is, U, and the scale follows from that. It is
-corrected by the evidence of the run: every gradient shows by z = <x_ref - x, g> whether the loss would be lower had the
-run moved further (z > 0, favourable) or less far (z < 0, adverse). In full:
+n steps of length a whose directions are mostly unrelated move the weights by a * sqrt(n). The distance from the start
+therefore tells how long the base's updates are, U, and the scale follows from U. The evidence of the run corrects it:
+with each gradient, z = <x_ref - x, g> tells whether the loss would now be lower had the run moved further (z > 0,
+favourable) or less far (z < 0, adverse). In full:
 
-    size = the root mean square of the weights that are not 0, times N ** POWER, with N the number that is trained
-    U    = |x - x_ref| / sqrt(sum((S * lr)^2)), a root mean square over the run, at first START * |u|
+    size = the root mean square of the nonzero weights, times N ** POWER, with N the number of trained weights
+    U    = |x - x_ref| / sqrt(sum((S * lr)^2)), as a root mean square over the run; START * |u| at first
     rho  = sum(z) / sqrt(sum(z^2) * WINDOW), -1 < rho < 1
     S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho)
 
-The norm of all weights grows as the square root of N, a good step less: the larger a network, the smaller the part of
-it that a step may change. The sums of z fade: they hold the last `WINDOW` steps, and at first fewer, which prove less.
-A step counts by its learning rate beside the highest, and its evidence by the scale beside the run's mean where it is
-below that: steps that hardly move prove little.
+The norm of all weights grows like the square root of N, a good step more slowly: the larger the network, the smaller
+the fraction of it that one step may change. The sums of z are moving sums over the last `WINDOW` steps; early on they
+hold fewer, and count for less. A step is weighted by its learning rate relative to the highest one. Where the scale is
+below the run's mean, its evidence is also weighted by that ratio: steps that hardly move say little.
 
-A weight above 1 counts as 1, which makes a few large ones harmless, such as an output bias at the targets' mean. What
-is trained has a gradient in one of the first `BEGINNING` steps: few rows of a large embedding have, and layers behind
-one that starts at 0 have none in the first.
+A weight above 1 counts as 1, which makes a few large ones harmless, such as an output bias set to the targets' mean. N
+counts the weights with a gradient in one of the first `BEGINNING` steps: few rows of a large embedding get one, and
+layers behind a layer of zeros get none in the first step.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from mechanic_plugins.core.row import Products, Row
 __all__ = ["BEGINNING", "GAIN", "OUTLIER", "POWER", "PRIOR", "START", "WINDOW", "advance", "restart", "walk"]
 
 PRIOR = 0.2
-"""The share of the weights' size that a step should change."""
+"""The fraction of the weights' size that a step should change."""
 POWER = 0.375
-"""How the size grows with the number of weights: 1/2 would be their norm, so of ten million a step changes 2.7%."""
+"""How the size grows with the number of weights: 1/2 would give the norm. At ten million, a step changes 2.7% of it."""
 START = 2.0
-"""How many times its length the first update is taken for, since the next ones go the same way."""
+"""The first update counts as this many times its length, because the next ones point the same way."""
 GAIN = 3.0
-"""How far the evidence moves the scale: up or down by a factor of exp(3), 20, at most."""
+"""How far the evidence can move the scale: by a factor of exp(3) = 20 up or down."""
 WINDOW = 40.0
-"""Steps that are evidence. Fewer are taken for as many of which the rest say nothing."""
+"""The number of steps that serve as evidence. While there are fewer, the missing ones count as undecided."""
 BEGINNING = 3
-"""Gradients in which the trained elements are counted."""
+"""The number of gradients from which the trained weights are counted."""
 OUTLIER = 100.0
-"""A gradient that much longer than any before it is skipped. Each skip raises the limit by as much, so that gradients
-that have really grown are skipped once or twice only."""
+"""Gradients this many times longer than any before are skipped. Each skip raises the limit by the same factor, so that
+gradients that really have grown are skipped only once or twice."""
 
 
 def advance(row: Row, sums: Products, lr: float) -> None:
-    """One step: the evidence of these sums, and the next scale. `row.lr` is the highest lr so far."""
+    """Takes in one step's sums and sets the next scale. `row.lr` is the highest lr so far."""
     come = sums.dg + sums.dp
     row.h = come / (row.played or 1.0)
     if sums.gg == 0:
         return
-    if row.gradients == 0 and row.size == 0:  # these sums are others: see `kernels.dots.sizes`
+    if row.gradients == 0 and row.size == 0:  # the first sums are different ones: see `kernels.dots.sizes`
         row.size, row.touched, row.h = _size(sums), sums.dp, 0.0
     else:
         if row.gradients < BEGINNING:
@@ -67,9 +67,9 @@ def advance(row: Row, sums: Products, lr: float) -> None:
 
 
 def walk(row: Row, before: float, lr: float) -> None:
-    """Adds the step that is about to be made at `row.played` to the path, which updates only measured do not belong to.
+    """Adds the step about to be made at `row.played` to the path; updates that are only measured do not count.
 
-    A path below 0 stays: the run went on from another rule's scale, and its length is not known.
+    A negative path is left alone: the run continues from another rule's scale, and its path is unknown.
     """
     if row.path < 0:
         return
@@ -79,7 +79,7 @@ def walk(row: Row, before: float, lr: float) -> None:
 
 
 def restart(row: Row, dd: float) -> bool:
-    """Begins again if the step just made was so long that the weights are lost, with that length. Whether it was."""
+    """Starts over with the new update length if the last step was absurdly long. Returns whether it was."""
     if not 0 < (OUTLIER * row.length) ** 2 * row.path < dd or row.played == 0:
         return False
     row.length = min(math.sqrt(dd / row.path), OUTLIER**2 * row.length)
@@ -105,5 +105,5 @@ def _gather(row: Row, z: float, dd: float, weight: float) -> None:
 
 
 def _rho(row: Row) -> float:
-    window = max(row.m[0], WINDOW)  # a checkpoint of an earlier rule may hold more steps
+    window = max(row.m[0], WINDOW)  # a checkpoint from an earlier rule may hold more steps
     return row.r[0] / math.sqrt(row.v[0] * window) if row.v[0] > 0 else 0.0

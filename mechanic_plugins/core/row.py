@@ -10,9 +10,9 @@ __all__ = ["SCALARS", "VECTORS", "Products", "Row"]
 
 
 class Products(NamedTuple):
-    """The global inner products of a step: of gradient (g), weights (x), the penalty's gradient (p), and d.
+    """The global inner products of a step: gradient (g), weights (x), gradient of the penalty (p), and d.
 
-    d is x - x_ref; with a published rule it is delta.
+    d is x - x_ref, or delta with a published rule.
     """
 
     dg: float
@@ -25,15 +25,15 @@ class Products(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """All that a tuner remembers.
+    """The state of one tuner.
 
-    The lists have the paper's letters, one number for each beta. The default rule has one of each: `s` is the scale;
-    `r`, `v` and `m` sum up z, z^2 and the steps. `q` and `w0` serve `rule="theory"` alone.
+    The lists have the paper's letters, with one number per beta. The default rule has one of each: `s` is the scale,
+    `r`, `v` and `m` are the moving sums of z, z^2 and the steps. Only `rule="theory"` uses `q` and `w0`.
 
-    `played` is the scale that made the current weights, `h` what the last step saw, `lr` the base's highest lr so far,
-    `gradients` the number of those that were not zero, `longest` the norm of the longest. `size`, `touched`, `length`
-    and `path` are the default rule's: see `mechanic_plugins.core.relative`. `travelled` is the sum of scale * lr and
-    `elapsed` that of lr; their ratio is the mean scale.
+    `played` is the scale that produced the current weights, `h` the signal of the last step, `lr` the base's highest lr
+    so far, `gradients` the number of nonzero gradients and `longest` the largest norm among them. `size`, `touched`,
+    `length` and `path` belong to the default rule (`mechanic_plugins.core.relative`). `travelled` is the sum of
+    scale * lr and `elapsed` that of lr; their ratio is the mean scale.
     """
 
     s: list[float]
@@ -57,13 +57,13 @@ class Row:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Row:
-        """From the numbers of `numbers()`."""
+        """The inverse of `numbers`."""
         n = (len(numbers) - len(SCALARS)) // len(VECTORS)
         s, r, m, v, q, w0 = (list(numbers[at : at + n]) for at in range(0, n * len(VECTORS), n))
         return cls(s, r, m, v, q, w0, *numbers[n * len(VECTORS) :])
 
     def copy(self) -> Row:
-        """One that can be changed."""
+        """A copy that shares no lists."""
         return Row(
             self.s[:], self.r[:], self.m[:], self.v[:], self.q[:], self.w0[:],
             self.s_init, self.played, self.h, self.lr, self.gradients, self.longest,
@@ -71,7 +71,7 @@ class Row:
         )  # fmt: skip
 
     def numbers(self) -> list[float]:
-        """One after the other."""
+        """All fields as one flat list."""
         vectors = [*self.s, *self.r, *self.m, *self.v, *self.q, *self.w0]
         return vectors + [getattr(self, name) for name in SCALARS]
 

@@ -1,4 +1,4 @@
-"""Where a schedule stands, as one learning rate for all param groups that share a tuner."""
+"""The current position of a schedule, as one learning rate for all param groups that share a tuner."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def scheduled_lr(
 ) -> float | Tensor:
     """The highest learning rate, or what it would be if all groups had followed the schedule.
 
-    A schedule multiplies all of them alike, so the highest stands for all. Where one group alone was raised, by hand
-    or because it was added late, the others tell where the schedule is: their scale must not fall for it.
+    A schedule multiplies all groups alike, so the highest lr represents them. If a single group was raised, by hand or
+    because it was added late, the other groups tell where the schedule is: their scale must not drop because of it.
 
     Args:
-        groups: Those of one tuner, each with its index.
-        refs: Keeps each group's first learning rate above 0 under its index.
-        ceiling: The highest of them in earlier steps. None counts for more later.
+        groups: The groups of one tuner, each with its index.
+        refs: Each group's first learning rate above 0, by index. Updated in place.
+        ceiling: The highest of these in earlier steps; later entries are capped at it.
     """
     highest: float | Tensor = 0.0
     ratios: dict[int, float] = {}
@@ -30,7 +30,7 @@ def scheduled_lr(
         lr = group.get("lr")
         if lr is None:
             continue
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":  # not looked at: that would wait for the device
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":  # reading it would wait for the device
             highest = _higher(highest, lr)
             continue
         highest = _higher(highest, float(lr))
@@ -45,7 +45,7 @@ def scheduled_lr(
 
 
 def _higher(a: float | Tensor, b: float | Tensor) -> float | Tensor:
-    """Of two learning rates, without waiting for a device."""
+    """The higher of two learning rates, without waiting for a device."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.maximum(a, b)
     if isinstance(b, Tensor):

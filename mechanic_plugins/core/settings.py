@@ -24,9 +24,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "optax": {"betas": _BETAS, "s_init": 1e-6, "s_decay": 0.01, "eps": 1e-8},
     "theory": {"betas": _BETAS, "s_init": 1e-8, "s_decay": 0.01, "eps": 1e-8},
 }
-"""The constants each rule was published with."""
+"""The constants that each rule was published with."""
 _UNSET: Any = None
-"""The rule's own constant; the default rule has none of them."""
+"""Stands for the rule's own constant. The default rule has none of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Settings:
         return len(self.betas or (1.0,))
 
     def at_lr(self, lr: float) -> Settings:
-        """Settings that give the same trajectory for a base whose updates are `lr` times as long."""
+        """Settings that give the same trajectory when the base's updates are `lr` times as long."""
         if self.rule == "relative":
             return self
         return replace(self, s_init=self.s_init / lr, s_decay=self.s_decay * lr, eps=self.eps * lr)
@@ -104,12 +104,12 @@ class _Allowed(NamedTuple):
 
 
 def check_max_grad_norm(value: object) -> None:
-    """Validates the option, which is not a constant of the tuner: checkpoints do not hold it."""
+    """Validates the option. It is not one of the tuner's settings, so checkpoints do not contain it."""
     _MAX_GRAD_NORM.check("max_grad_norm", value)
 
 
 def checked_delta_dtype(value: object) -> torch.dtype | None:
-    """The option as a dtype; configs and command lines have its name."""
+    """The option as a dtype; configs and command lines give its name."""
     found = getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
     _DELTA_DTYPE.check("delta_dtype", found)
     return found if isinstance(found, torch.dtype) else None
@@ -154,7 +154,7 @@ _DELTA_DTYPE = _Allowed(
 
 
 def _check_betas(betas: object) -> None:
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) == 0:  # OmegaConf's are no lists
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) == 0:  # OmegaConf's are not `list`s
         raise ValueError(
             f"betas must be a non-empty tuple or list of numbers, got {betas!r}: each one is the discount factor of "
             f"one learner. The paper's are {_BETAS}."

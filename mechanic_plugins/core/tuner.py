@@ -1,8 +1,8 @@
-"""The tuner: one function of plain floats, from the sums of a step to the scale of the next.
+"""The tuner: one function of plain floats that turns a step's sums into the next scale.
 
-`decide` says whether a step is made, clips, and lets the rule choose the next scale S. The default rule,
-`mechanic_plugins.core.relative`, plays x + S * u, with u the base's update; a published one, of
-`mechanic_plugins.core.published`, plays x_ref + S * Delta, with Delta the sum of all updates.
+`decide` determines whether the step is made, clips, and has the rule choose the next scale S. The default rule
+(`mechanic_plugins.core.relative`) moves the weights to x + S * u, where u is the base's update; a published rule
+(`mechanic_plugins.core.published`) moves them to x_ref + S * Delta, where Delta is the sum of all updates.
 `mechanic_plugins.kernels.triton_tuner` is the default rule on a GPU.
 """
 
@@ -22,16 +22,16 @@ from mechanic_plugins.core.settings import Settings
 __all__ = ["CLIP_EPS", "SUMS", "Decision", "clip_factor", "decide"]
 
 SUMS = Products._fields
-"""The inner products a step needs, in this order, for each tuner; the number of gradients comes last."""
+"""The inner products that a step needs for each tuner, in this order. The number of gradients follows all of them."""
 CLIP_EPS = 1e-6
-"""Added to the norm that is clipped, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm before clipping, as in torch.nn.utils.clip_grad_norm_."""
 
 
 class Decision(NamedTuple):
-    """What a step will do: in floats, or in tensors where a GPU has decided.
+    """What a step will do: floats, or tensors if a GPU has decided.
 
-    `skipped` tells a step that is left out for its gradients from one that has none. `befores` and `afters` are the
-    scales that were and will be played, one for each tuner; `clip` is what the gradients are multiplied by.
+    `skipped` distinguishes a step that is skipped because of its gradients from one without any. `befores` and `afters`
+    are the scales before and after the step, one per tuner; `clip` is the factor on the gradients.
     """
 
     applied: bool | Tensor
@@ -40,15 +40,15 @@ class Decision(NamedTuple):
     befores: Sequence[float]
     afters: Sequence[float] | Tensor
     scales: Tensor | None = None
-    """A row for each tuner, where a GPU has decided: its scale, whether the step is made, and `clip`."""
+    """If a GPU has decided, one row per tuner: its scale, whether the step is made, and `clip`."""
 
     @classmethod
     def on_device(cls, scales: Tensor) -> Decision:
-        """What `gpu_tuner.launch` has found."""
+        """From the result of `gpu_tuner.launch`."""
         return cls(scales[0, 1], False, scales[0, 2], (), scales[:, 0], scales)
 
     def on_host(self) -> Decision:
-        """In floats. Waits for the device, if that has decided; the weights have moved before then."""
+        """The decision in floats. Waits for the device if that has decided."""
         if self.scales is None:
             return self
         rows = self.scales.tolist()
@@ -56,7 +56,7 @@ class Decision(NamedTuple):
         return Decision(bool(rows[0][1]), False, rows[0][2], afters, afters)
 
     def table(self, device: torch.device) -> Tensor:
-        """The rows that a GPU would have made."""
+        """The decision as the rows that a GPU would have written."""
         if self.scales is not None:
             return self.scales
         rows = [[after, float(self.applied), self.clip] for after in self.afters]
@@ -72,17 +72,17 @@ def decide(
     hold: bool = False,
     max_grad_norm: float | None = None,
 ) -> Decision:
-    """Moves the rows on by one step.
+    """Advances the tuners by one step.
 
-    A step is skipped where a sum is not finite, or a gradient is an outlier. One without any gradient is not made.
+    A step is skipped if a sum is not finite or a gradient is an outlier. A step without any gradient is not made.
 
     Args:
         rows: The tuners, changed in place.
         sums: Over all parameters of all ranks.
         lrs: The base's learning rate in this step, for each tuner.
-        settings: The constants, in the units of the scale that is played.
+        settings: The constants, in the units of the scale in force.
         hold: Leave the scale as it is.
-        max_grad_norm: Take the gradients for clipped to this norm.
+        max_grad_norm: Clip the gradients to this norm.
     """
     befores = [row.played for row in rows]
     is_finite = all(map(math.isfinite, sums))
@@ -99,14 +99,14 @@ def decide(
 
 
 def clip_factor(sums: Sequence[float], max_grad_norm: float | None) -> float:
-    """That of `torch.nn.utils.clip_grad_norm_`."""
+    """The factor that `torch.nn.utils.clip_grad_norm_` would apply."""
     if max_grad_norm is None:
         return 1.0
     return min(1.0, max_grad_norm / (math.sqrt(sum(sums[1:-1:6])) + CLIP_EPS))
 
 
 def _has_outlier(rows: Sequence[Row], products: Sequence[Products]) -> bool:
-    """Remembers the longest gradients, too."""
+    """Whether any tuner's gradient is an outlier. Also updates the longest norms."""
     found = False
     for row, sums in zip(rows, products, strict=True):
         norm = math.sqrt(sums.gg)

@@ -1,6 +1,6 @@
-"""The tuners and the sums of a step as they lie in memory.
+"""How the tuners and the sums of a step are laid out in memory.
 
-A step's sums are one vector: six inner products for each tuner, then the number of gradients.
+The sums of a step are one vector: six inner products per tuner, then the number of gradients.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["TunerState", "empty_sums", "gradient_norm", "initial_state", "with_s
 
 
 def empty_sums(tuners: int, device: torch.device) -> Tensor:
-    """The vector of a step before anything was added to it."""
+    """A step's vector of sums before anything is added."""
     return torch.zeros(len(SUMS) * tuners + 1, dtype=torch.float64, device=device)
 
 
 def gradient_norm(vector: Tensor) -> Tensor:
-    """The norm of all gradients together, 0-dim."""
+    """The norm of all gradients, as a 0-dim tensor."""
     return vector[1 : -1 : len(SUMS)].sum().sqrt()
 
 
 def with_scaled_gradients(vector: Tensor, factor: Tensor) -> Tensor:
-    """The vector of a step whose gradients are multiplied by `factor`, 0-dim: dg is linear in them, gg quadratic."""
+    """The sums for gradients multiplied by `factor`, a 0-dim tensor: dg is linear in them, gg quadratic."""
     scaled = vector.clone()
     scaled[0 : -1 : len(SUMS)] *= factor
     scaled[1 : -1 : len(SUMS)] *= factor**2
@@ -36,9 +36,9 @@ def with_scaled_gradients(vector: Tensor, factor: Tensor) -> Tensor:
 
 
 class TunerState:
-    """All tuners, and how many steps were made and skipped: in floats where the host decides, or in a GPU's memory.
+    """All tuners, with the counts of steps made and skipped: as floats if the host decides, or in a GPU's memory.
 
-    Never changed: a step puts another one in its place. What is read in the other form is converted.
+    Immutable: a step replaces it. It converts itself when read in the other form.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class TunerState:
         counts: tuple[float, float] = (0.0, 0.0),
         flat: Tensor | None = None,
     ) -> None:
-        """Of `rows` and `counts`, or of `flat`, which has the numbers of all rows and the two counts."""
+        """Built from `rows` and `counts`, or from `flat`, which holds the numbers of all rows and the two counts."""
         self.n, self.device = n, device
         self._rows, self._counts, self._flat = rows, counts, flat
         self._is_on_device = rows is None
 
     @property
     def width(self) -> int:
-        """How many numbers a row has."""
+        """The number of values in a row."""
         return len(VECTORS) * self.n + len(SCALARS)
 
     @property
     def rows(self) -> list[Row]:
-        """Waits for the device, if that has them. A CUDA graph may overwrite them, so they are read each time."""
+        """The tuners as floats. Read from the device each time, since a CUDA graph may have changed them there."""
         if self._is_on_device:
             *numbers, steps, skipped = self.flat.tolist()
             self._rows = [Row.of(numbers[at : at + self.width]) for at in range(0, len(numbers), self.width)]
@@ -72,12 +72,12 @@ class TunerState:
 
     @property
     def counts(self) -> tuple[float, float]:
-        """The steps that were made and those that were skipped. Waits for the device, if that has them."""
+        """The numbers of steps made and skipped. Waits for the device if they are there."""
         return self._counts if self.rows else (0.0, 0.0)
 
     @property
     def flat(self) -> Tensor:
-        """On the device, in float64."""
+        """The tuners and counts on the device, in float64."""
         if self._flat is None:
             assert self._rows is not None
             numbers = [number for row in self._rows for number in row.numbers()]
@@ -85,7 +85,7 @@ class TunerState:
         return self._flat
 
     def column(self, name: str) -> Tensor:
-        """By the name of a field of `Row`: (tuners, n) for one of `VECTORS`, (tuners, 1) for one of `SCALARS`."""
+        """A field of `Row` for all tuners: shape (tuners, n) for one of `VECTORS`, (tuners, 1) for one of `SCALARS`."""
         table = self.flat[:-2].view(-1, self.width)
         if name in VECTORS:
             at = VECTORS.index(name) * self.n
@@ -99,11 +99,11 @@ class TunerState:
         return self.column("played")[:, 0]
 
     def with_rows(self, rows: Sequence[Row], counts: tuple[float, float] | None = None) -> TunerState:
-        """Others in their place."""
+        """A state with these rows."""
         return TunerState(self.n, self.device, rows=list(rows), counts=self.counts if counts is None else counts)
 
     def with_flat(self, flat: Tensor) -> TunerState:
-        """As a GPU has left them."""
+        """A state that a GPU has written."""
         return TunerState(self.n, self.device, flat=flat)
 
     def __len__(self) -> int:

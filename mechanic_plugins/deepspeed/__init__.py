@@ -97,7 +97,7 @@ def _configure_optimizer(original: Callable[..., None], engine: Any, given: Any,
 
 
 def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, parameters: Any) -> Any:
-    """From a config's "params": the base's arguments and Mechanic's options."""
+    """Builds an optimizer from a config's "params", which hold the base's arguments and Mechanic's options."""
     cls = NAMES.get(engine.optimizer_name())
     if cls is None:
         return original(engine, parameters)
@@ -145,7 +145,7 @@ def _put_back(engine: Any, mechanic: MechanicOptimizer) -> None:
 
 
 def _undo_dummy_step(holder: Any, mechanic: MechanicOptimizer) -> None:
-    """To create its state, DeepSpeed steps the base with zero gradients, and weight decay at lr=1 moves the weights."""
+    """Undoes DeepSpeed's step with zero gradients, which creates the state: weight decay at lr=1 moves the weights."""
     mechanic.state.clear()
     for group in mechanic.param_groups:
         group.pop("step", None)  # FusedAdam's step count

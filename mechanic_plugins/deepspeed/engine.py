@@ -118,7 +118,7 @@ class _Stages1And2:
         type(self.zero).unscale_and_clip_grads(self.zero, [probe], total_norm)
 
     def prepared(self) -> ExitStack:
-        """Within, all shards are in the param groups, and their padding is zero."""
+        """A context in which all shards are in the param groups and their padding is zero."""
         return ExitStack()
 
 
@@ -147,7 +147,7 @@ class _Stage3(_Stages1And2):
         return stack
 
     def _clear_padding(self) -> None:
-        """Parameters are padded to a multiple of the ranks with uninitialised memory, which would enter the norms."""
+        """Zeroes the padding of the shards, which is uninitialised memory and would enter the norms."""
         for shard, params in zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True):
             start = 0
             for p in params:
@@ -196,7 +196,7 @@ class _Conductor:
             return self.mechanic.decide(self.reduction(self._unscaled(sums, total_norm)))
 
     def _parts(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor | None]]:
-        """Param group, weights, gradient, and what Mechanic keeps for them."""
+        """Param group, weights, gradient, and the reference or delta."""
         slot = main_slot(self.mechanic.settings.rule)
         for index, shard in enumerate(self.layout.shards()):
             group = self.mechanic.param_groups[self.layout.group_of(index)]

@@ -19,7 +19,7 @@ __all__ = ["mend_universal_load", "mend_universal_load_of_stage3"]
 
 
 def mend_universal_load(holder: Any, mechanic: MechanicOptimizer) -> None:
-    """DeepSpeed loads every tensor saved beside a parameter's moments; checks that Mechanic's was among them."""
+    """Adds a check that Mechanic's tensor was among those that DeepSpeed loads beside a parameter's moments."""
     original = holder.load_hp_checkpoint_state_from_checkpoint_dir
 
     def load(lp_groups_name: str, checkpoint_dir: str) -> None:
@@ -30,7 +30,7 @@ def mend_universal_load(holder: Any, mechanic: MechanicOptimizer) -> None:
 
 
 def mend_universal_load_of_stage3(zero: Any, mechanic: MechanicOptimizer) -> None:
-    """Loads Mechanic's tensor and each group's settings: DeepSpeed loads three tensors and one group's."""
+    """Also loads Mechanic's tensor and every group's settings: DeepSpeed loads three tensors and one group's."""
     original = zero.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 
     def load(checkpoint_dir: str) -> None:

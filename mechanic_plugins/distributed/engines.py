@@ -1,7 +1,7 @@
-"""Wrappers and engines that hold parameters or an optimizer without a trace on them.
+"""Finds wrappers and engines that hold parameters or an optimizer without leaving a trace on them.
 
-They can only be found among all live objects. The optimizer looks for them itself: nothing else notices when an engine
-was set up without its plugin.
+They can only be found among all live objects. The optimizer looks for them itself, since nothing else would notice an
+engine that was set up without its plugin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["live_objects", "refuse_unattached"]
 
 
 def live_objects(wanted: Callable[[type], bool]) -> list[Any]:
-    """Those of a wanted class. Each class is asked once: a program has thousands of classes and millions of objects."""
+    """Objects of a wanted class. Asks once per class: a program has thousands of classes and millions of objects."""
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if wanted(kind)}
     return [o for o in objects if type(o) in kinds] if kinds else []
@@ -26,13 +26,13 @@ def live_objects(wanted: Callable[[type], bool]) -> list[Any]:
 def refuse_unattached(optimizer: object) -> None:
     """Checks that DeepSpeed does not step this optimizer without `mechanic_plugins.deepspeed`.
 
-    The caller does so once per set of parameters.
+    Called once per set of parameters.
 
     Raises:
         RuntimeError: One of DeepSpeed's objects holds the optimizer.
     """
     if "deepspeed" not in sys.modules or not (dist.is_available() and dist.is_initialized()):
-        return  # every engine has a process group, on one rank too: without one there is nothing to look for
+        return  # every engine has a process group, even on a single rank
     for o in live_objects(lambda kind: str(kind.__module__).startswith("deepspeed.")):
         if getattr(o, "__dict__", {}).get("optimizer") is optimizer:
             raise RuntimeError(

@@ -38,11 +38,11 @@ class Shares:
 
     reduction: Reduction
     weights: dict[int, float]
-    """By id of the parameter: the factor of this rank's sum; 1 where it is not listed."""
+    """The factor on this rank's sums, by id of the parameter; 1 if not listed."""
 
 
 WHOLE = Shares(Reduction(spans_ranks=False), {})
-"""Every rank has the global sums already."""
+"""For ranks that have the global sums already."""
 
 
 def reachable_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:

@@ -21,7 +21,7 @@ __all__ = ["refuse_join", "shares_of_replicas"]
 
 
 def shares_of_replicas(params: Sequence[Tensor]) -> Shares:
-    """Of parameters that are not sharded. One small collective if DDP holds them.
+    """The shares of parameters that are not sharded. Takes one small collective if DDP holds them.
 
     All ranks take part: DDP's ranks step together, and a rank cannot know whether another one has local parameters.
     """
@@ -41,7 +41,7 @@ def shares_of_replicas(params: Sequence[Tensor]) -> Shares:
 
 
 def refuse_join(params: Sequence[Tensor]) -> None:
-    """Under Join a rank without batches stops stepping, and the others would wait for its sums.
+    """Rejects DDP's Join: a rank without batches stops stepping, and the others would wait for its sums.
 
     Raises:
         RuntimeError: A DDP module of the parameters is in such a context.
@@ -77,7 +77,7 @@ def _only_group(wrappers: Sequence[DistributedDataParallel]) -> Any:
 
 
 def _gathered(own: Sequence[Tensor], group: Any, device: torch.device) -> list[tuple[float, ...]]:
-    """For each rank the number of its local parameters, and two sums that identify them."""
+    """Per rank, the number of its local parameters and two sums that identify them."""
     place = reachable_device(group, device)
     numbers = torch.zeros(3, dtype=torch.float64, device=place)
     for p in own:

@@ -23,13 +23,13 @@ from mechanic_plugins.distributed.replicas import refuse_join, shares_of_replica
 __all__ = ["align_gradients", "is_dtensor", "is_fake", "local", "shares_of", "with_real_tensors"]
 
 _PLAIN = (torch.nn.Parameter, Tensor, type(None))
-"""The common case, recognised without the import of DTensor."""
+"""The common types, recognised without importing DTensor."""
 
 
 def shares_of(
     params: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, sync_replicas: bool = False
 ) -> Shares:
-    """The share of this rank in the sums of each parameter, decided from the parameters alone.
+    """This rank's share in the sums of each parameter, determined from the parameters alone.
 
     Args:
         params: All parameters of the optimizer, in the same order on every rank.
@@ -64,7 +64,7 @@ def shares_of(
 
 
 def is_dtensor(t: object) -> bool:
-    """Without importing DTensor, which takes a second: before its module is loaded there are no DTensors."""
+    """Whether this is a DTensor. Does not import its module, which takes a second: until then there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
@@ -83,7 +83,7 @@ def local(t: Any) -> Any:
 
 
 def with_real_tensors() -> AbstractContextManager[None]:
-    """Within, new tensors have data, even under a FakeTensorMode."""
+    """A context in which new tensors have data, even under a FakeTensorMode."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return nullcontext() if module is None else module.unset_fake_temporarily()
 
@@ -125,14 +125,14 @@ def _dtensor_shards(p: Any) -> int:
 
 
 def _fsdp1_shards(ids: set[int]) -> dict[int, int]:
-    """Number of shards by id of the parameter. Parameters do not refer to FSDP1's handles."""
+    """The number of shards by id of the parameter. Parameters do not refer to FSDP1's handles."""
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     shards = {}
     for handle in live_objects(lambda kind: kind is FlatParamHandle):
         flat = handle.flat_param
         held = [id(p) for p in (flat, *(flat._params or ()), *(flat._shared_params or ()))]
-        if ids.isdisjoint(held):  # another model's
+        if ids.isdisjoint(held):  # belongs to another model
             continue
         if any(extension is not None for extension in getattr(flat, "_param_extensions", ())):
             raise RuntimeError("FSDP1 over tensor-parallel parameters is not supported: use fully_shard (FSDP2).")
@@ -161,7 +161,7 @@ def _refuse_what_cannot_be_counted(params: Sequence[Tensor], group: dist.Process
 
 
 def _refuse_pipelines(params: Sequence[Tensor]) -> None:
-    """Pipeline ranks hold different parameters; counted as replicas, each would have too small a weight."""
+    """Rejects pipeline stages: their ranks hold different parameters, which would be counted as replicas."""
     named = any("pp" in (mesh.mesh_dim_names or ()) for mesh in _root_meshes(params))
     stage = sys.modules.get("torch.distributed.pipelining.stage")
     live = stage is not None and live_objects(lambda kind: issubclass(kind, stage._PipelineStageBase))

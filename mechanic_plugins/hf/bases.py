@@ -1,4 +1,4 @@
-"""From Trainer's arguments to an optimizer class and its arguments."""
+"""Turns Trainer's arguments into an optimizer class and its arguments."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def _refuse_lr_zero(args: TrainingArguments) -> None:
 
 
 def _on_this_device(base: str, args: TrainingArguments) -> str:
-    """Torch's fused kernels support only some devices."""
+    """The base's name, without torch's fused kernels on devices that lack them."""
     fused = args.device.type in ("cpu", "cuda", "mps", "xpu")
     return "adamw_torch" if base == "adamw_torch_fused" and not fused else base
 
 
 def _from_transformers(original: Callable[..., Found], args: TrainingArguments, name: str, model: Any) -> Found:
-    """As transformers builds it. It drops most keys of `optim_args`."""
+    """The class and arguments that transformers itself would use. It drops most keys of `optim_args`."""
     if ("bnb" in name or "8bit" in name) and importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(f"{name_of(args)} needs bitsandbytes: pip install bitsandbytes")
     args = copy.copy(args)
@@ -85,7 +85,7 @@ _HANDLED = {
     "apollo": ("rank", "proj", "scale_type", "update_proj_gap", "scale", "proj_type"),
     "ademamix": ("beta1", "beta2", "beta3"),
 }
-"""The keys of `optim_args` that transformers handles itself, by a part of the name: the constructors lack them."""
+"""Keys of `optim_args` that transformers handles itself, not the constructor, by a part of the optimizer's name."""
 
 
 class Adafactor(transformers.optimization.Adafactor):
@@ -104,7 +104,7 @@ def _kwargs_of(base: type[Optimizer], args: TrainingArguments, model: Any) -> Kw
 
 
 def _embeddings(model: Any) -> list[Tensor]:
-    """Token embeddings, for which Muon is not suited: they are lookup tables, not linear maps."""
+    """Token embeddings and the output layer, for which Muon is not suited."""
     modules = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [p for m in (*modules, *([output] if output is not None else [])) for p in m.parameters()]

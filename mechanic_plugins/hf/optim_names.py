@@ -36,7 +36,7 @@ def add_names(optimizer_names: Any) -> None:
 
 
 def add_name(enum: Any, value: str) -> Any:
-    """Adds a member to a str-Enum in place: transformers has no registry, and its parser offers the enum's members."""
+    """Adds a member to a str-Enum in place: transformers has no registry, and its parser uses the enum."""
     if value in enum._value2member_map_:
         return enum._value2member_map_[value]
     member = str.__new__(enum, value)

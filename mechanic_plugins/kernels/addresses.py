@@ -1,7 +1,7 @@
-"""Where the tensors of a batch are in memory.
+"""Tracks the addresses of a batch's tensors.
 
-Weights and gradients are looked at in every step: gradients move when they are set to None, FSDP may swap a weight's
-tensor. The table on the device is written only when one of them has moved.
+Those of weights and gradients are checked in every step: gradients move when they are set to None, and FSDP may replace
+a weight's tensor. The table on the device is written only if one has moved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOW_BYTES_OF_ALIGNED = bytes(range(0, 256, 16))
 
 
 class Kept(NamedTuple):
-    """What is kept for a parameter, by Mechanic and by its base; None where there is no such thing."""
+    """What Mechanic and the base keep for a parameter; None where something does not exist."""
 
     ref: Tensor
     master: Tensor | None = None
@@ -32,9 +32,9 @@ class Kept(NamedTuple):
 
 
 class Addresses:
-    """Of one list of parameters, in a table.
+    """The addresses of one list of parameters, in a table.
 
-    `are_aligned` says whether kernels may read 16 bytes at once, `gradients` how many there are in this step.
+    `are_aligned`: whether kernels may read 16 bytes at once. `gradients`: how many there are in this step.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class Addresses:
         self._rows_are_aligned = False
         self._packed = struct.Struct(f"{len(rows)}q").pack
         self._here: tuple[list[int], bytes] = ([], b"")
-        """Those of weights and gradients, as the table has them."""
+        """The addresses of weights and gradients that are in the table."""
         self._are_as_before: Callable[..., bool] | None = None
-        """Asked of the gradients, when every weight has one."""
+        """Compares the gradients with earlier ones, if every weight has one."""
         self.are_aligned = False
         self.gradients = 0
 
     def refresh(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
-        """Reads them; False where a weight or a gradient is not like it was.
+        """Updates the addresses. False if a weight or gradient has another kind than before.
 
-        The host does this before every step, for every tensor: whole lists at a time, with as little python as can be.
-        Weights that are where they were are as they were, if their gradients are: autograd gives these the shape, dtype
-        and strides of the weights.
+        The host does this for every tensor before every step, so it handles whole lists with as little Python as
+        possible. Weights at the same address are unchanged if their gradients are: autograd gives gradients the shape,
+        dtype and strides of the weights.
         """
         of_xs = _places(xs)
         xs_moved = of_xs != self._here[0]
@@ -95,7 +95,7 @@ class Addresses:
         )
 
     def _fit(self, present: Sequence[Tensor], grads: Sequence[Tensor | None], xs: Sequence[Tensor]) -> bool:
-        """Whether each gradient lies in memory as its weights do."""
+        """Whether each gradient has the memory layout of its weights."""
         if not present:
             return True
         if {grad.layout for grad in present} != {torch.strided} or {grad.dtype for grad in present} != {self._gtype}:
@@ -114,10 +114,10 @@ class Addresses:
 
 
 def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Whether other tensors have the types, dtypes, devices, sizes and strides of these, one by one.
+    """A check whether other tensors have the types, dtypes, devices, sizes and strides of these, one by one.
 
-    It is what torch.compile asks of the arguments of a function, in C++. Where a later torch has it no more, the answer
-    is no, and `Addresses` looks closely in every step.
+    It is the C++ check that torch.compile makes of a function's arguments. If a later torch lacks it, the answer is
+    always no, and `Addresses` checks in detail in every step.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -130,10 +130,10 @@ def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def _are_aligned(addresses: bytes) -> bool:
-    """Whether all are multiples of 16. The hosts of GPUs put a number's lowest byte first."""
+    """Whether all are multiples of 16. Assumes a little-endian host."""
     return not addresses[::8].translate(None, _LOW_BYTES_OF_ALIGNED)
 
 
 def _places(tensors: Any) -> list[int]:
-    """Of tensors, none of them missing."""
+    """The addresses of tensors, none of which is None."""
     return list(map(Tensor.data_ptr, tensors))

@@ -13,12 +13,12 @@ __all__ = ["Habit", "captured", "is_capturing", "on"]
 
 T = TypeVar("T")
 _ALIKE = 3
-"""Steps in a row with the same key before it is recorded: recording a key that keeps changing does not pay."""
+"""How many steps in a row need the same key before it is recorded: recording changing keys does not pay."""
 _this_thread = threading.local()
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one: Triton launches there, and graphs are captured there, wherever their tensors are."""
+    """Makes a GPU the current one. Triton launches and graph capture use that, wherever the tensors are."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return nullcontext()
     return torch.cuda.device(device)
@@ -32,14 +32,14 @@ class Habit:
         self._times = 0
 
     def has(self, key: Any) -> bool:
-        """Notes the key of a step; True from the fourth step in a row with the same key."""
+        """Records the key of a step. True from the fourth step in a row with the same key."""
         self._times = self._times + 1 if key == self._last else 1
         self._last = key
         return self._times > _ALIKE
 
 
 def captured(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph that is replayed and kept up to date here. Nothing runs while it is captured: nothing is waited for."""
+    """Captures a graph for our own replays. Nothing runs during the capture, so nothing is waited for."""
     with on(device):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ def captured(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the user is capturing a CUDA graph, whose replays run without this code."""
+    """Whether the user is capturing a CUDA graph, which will replay without running this code."""
     if device.type != "cuda" or getattr(_this_thread, "is_recording", False):
         return False
     return torch.cuda.is_current_stream_capturing()

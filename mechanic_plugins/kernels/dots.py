@@ -1,7 +1,7 @@
-"""The sums of a step by torch operations, and what the default rule measures with a run's first gradients.
+"""A step's sums in torch operations, and what the default rule measures from a run's first gradients.
 
-Tensors here are local: a rank's own part of a parameter, never a DTensor. Small ones are joined into rows, large ones
-cut into rows, and float64 adds up what float32 found in each: on a CPU the sums are off by about 1e-7.
+Tensors here are local: a rank's shard of a parameter, never a DTensor. Small ones are concatenated into rows and large
+ones cut into rows. Each row is summed in float32 and the rows in float64, with an error of about 1e-7 on a CPU.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Dots", "count_nonzero", "reals", "runs_of", "sizes"]
 
 _ROW = {"cpu": 1 << 18}
 _ROW_ELSEWHERE = 1 << 24
-"""Elements of a row. Other devices add in trees, and have few launches to give."""
+"""Elements per row. Other devices sum in trees, and launches are expensive there."""
 
 
 class Dots:
-    """The inner products of a list of tensors with equal dtypes and one device, in this order: dg, gg, dd, dx, xx.
+    """The inner products of lists of tensors with equal dtypes on one device, in this order: dg, gg, dd, dx, xx.
 
-    `d` is x - ref, or ref itself. Sums that are not wanted are 0.
+    `d` is x - ref, or ref itself. Sums that were not asked for are 0.
     """
 
     def __init__(self, numels: Sequence[int], device: torch.device) -> None:
@@ -40,9 +40,9 @@ class Dots:
         with_dx: bool = False,
         with_xx: bool = False,
     ) -> list[float]:
-        """Waits for the device.
+        """Computes the sums. Waits for the device.
 
-        Squares of finite float32 numbers overflow from 1.8e19 on: float64 then sums once more.
+        Squares of float32 numbers above 1.8e19 overflow, in which case float64 sums again.
         """
         asked = is_difference, with_dx, with_xx
         wide = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
@@ -70,7 +70,7 @@ class Dots:
 
 
 def runs_of(numels: Sequence[int], limit: int) -> Iterator[slice]:
-    """One after the other, of up to `limit` elements where no tensor has more."""
+    """Consecutive slices of at most `limit` elements each, unless a single tensor has more."""
     first, size = 0, 0
     for index, numel in enumerate(numels):
         if index > first and size + numel > limit:
@@ -96,7 +96,7 @@ def _products(
     with_dx: bool,
     with_xx: bool,
 ) -> list[tuple[int, Tensor]]:
-    """Each with its place among the sums."""
+    """The inner products, each with its index among the sums."""
     x = x if x.dtype == wide else x.to(wide)
     found = []
     if g is not None:
@@ -115,14 +115,14 @@ def _products(
 
 
 def reals(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Complex parameters are pairs of real ones: of tensors that are all complex, or none."""
+    """Views of complex tensors as real ones with one more dimension."""
     return [torch.view_as_real(t.detach().resolve_conj()) for t in tensors]
 
 
 def sizes(xs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[float]:
-    """The sum of min(|x|, 1)^2, the number of weights that are not 0, and of gradients that are not 0.
+    """The sum of min(|x|, 1)^2, the number of nonzero weights, and the number of nonzero gradients.
 
-    Waits for the device. Each may be a part of a parameter: ranks add theirs up.
+    Waits for the device. The tensors may be shards: the numbers of all ranks are added up.
     """
     found = [torch.stack([_squares(x), x.count_nonzero().double()]) for x in xs]
     squares, nonzero = torch.stack(found).sum(0).tolist()
@@ -130,11 +130,11 @@ def sizes(xs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[float]:
 
 
 def count_nonzero(grads: Sequence[Tensor]) -> float:
-    """Over all of them. Waits for the device."""
+    """The number of nonzero elements in all gradients. Waits for the device."""
     return float(torch.stack([grad.count_nonzero() for grad in grads]).sum())
 
 
 def _squares(x: Tensor) -> Tensor:
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    # adding 0 * x keeps what is not finite from being clamped away
+    # adding 0 * x keeps NaN and infinity from being clamped away
     return wide.clamp(-1.0, 1.0).square_().add_(wide, alpha=0).sum(dtype=torch.float64)

@@ -17,7 +17,7 @@ from mechanic_plugins.kernels.cuda import is_capturing, on
 __all__ = ["SCALES", "constants_on", "launch"]
 
 SCALES = 3
-"""What a tuner decides: its scale, whether the step is made, and what the gradients are multiplied by."""
+"""The number of values that a tuner decides: its scale, whether the step is made, and the factor on the gradients."""
 
 
 def launch(
@@ -29,10 +29,10 @@ def launch(
     hold: bool,
     max_grad_norm: float | None,
 ) -> tuple[TunerState, Tensor]:
-    """`mechanic_plugins.core.tuner.decide`, for tuners that have begun: the state after it, and `SCALES` of each.
+    """`mechanic_plugins.core.tuner.decide` for tuners that have begun. Returns the new state and each tuner's `SCALES`.
 
-    `lrs` are the learning rates of the tuners, or all of them in float64 on the device. While a CUDA graph is captured,
-    the state is written over: its replays read it there.
+    `lrs` are the tuners' learning rates, or one float64 tensor of them on the device. While a CUDA graph is captured,
+    the state is overwritten in place, where its replays read it.
     """
     from triton import next_power_of_2
 
@@ -64,12 +64,12 @@ def launch(
 
 @functools.cache
 def constants_on(device: torch.device, max_scale: float | None, max_grad_norm: float | None) -> Tensor:
-    """The cap, and the norm that is clipped to, copied to the device once: captured graphs read them there."""
+    """The cap and the clipping norm, copied to the device once: captured graphs read them there."""
     return torch.tensor([max_scale or 0.0, max_grad_norm or 0.0], dtype=torch.float64, device=device)
 
 
 def _column(numbers: Sequence[float | Tensor] | Tensor, device: torch.device) -> Tensor:
-    """One number for each tuner, without waiting for the device or copying to it."""
+    """One number per tuner, without waiting for the device or copying to it."""
     if isinstance(numbers, Tensor):
         return numbers
     cells = (

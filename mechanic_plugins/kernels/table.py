@@ -15,10 +15,10 @@ from mechanic_plugins.kernels.cuda import is_capturing
 __all__ = ["POINTERS", "Mailbox", "Table", "Tiles"]
 
 POINTERS = 5
-"""How many of the columns point to vectors: the first ones."""
+"""The number of leading columns that point to vectors."""
 _KEPT_CONSTANTS = 32
 _SENT_AT_ONCE = 64 * 1024 // 8
-"""Numbers in 64 KiB."""
+"""How many numbers fit into 64 KiB."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Tiles:
 
 
 class Mailbox:
-    """Sends numbers of eight bytes to a tensor on a GPU, from memory that is kept.
+    """Sends 8-byte numbers to a tensor on a GPU, from one reused buffer.
 
-    Pageable on purpose: copies of up to 64 KiB are staged before the call returns, so the buffer can be used again at
-    once. More numbers are sent in parts.
+    The buffer is pageable on purpose: copies of up to 64 KiB are staged before the call returns, so it can be reused at
+    once. Longer ones are split.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -43,7 +43,7 @@ class Mailbox:
         self._parts = list(zip(torch.split(target, _SENT_AT_ONCE), torch.split(box, _SENT_AT_ONCE), strict=True))
 
     def send(self, numbers: bytes) -> None:
-        """Returns before they have arrived; what is launched afterwards on this stream finds them there."""
+        """Returns before the numbers have arrived, but later launches on this stream will see them."""
         ctypes.memmove(self._place, numbers, len(numbers))
         for target, box in self._parts:
             target.copy_(box, non_blocking=True)
@@ -51,11 +51,11 @@ class Mailbox:
 
 @dataclass
 class Table:
-    """The addresses of one list of tensors, and other small things, on the device.
+    """The addresses of one list of tensors, and other small data, on the device.
 
-    The gradients' are apart: they change in nearly every step of most loops, the others hardly ever. All change in
-    place, so that recorded launches find the new ones. A graph that the user captures gets a table of its own,
-    with the addresses of that moment.
+    Those of the gradients are separate: they change in nearly every step of most loops, the others hardly ever. All are
+    updated in place, so that recorded launches see them. A graph that the user captures gets its own table, with the
+    addresses at that time.
     """
 
     device: torch.device
@@ -67,10 +67,10 @@ class Table:
     held: list[Any] = field(default_factory=list)
     """Host memory that a captured graph will read again at each replay."""
     is_captured: bool = False
-    """Whether a graph that the user captured reads them."""
+    """Whether a graph captured by the user reads the table."""
     constants: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
     _mailbox: Mailbox | None = None
-    """To `gradients`."""
+    """Sends to `gradients`."""
 
     def constant(self, numbers: tuple[float, ...]) -> Tensor:
         """Float64 numbers on the device, copied there once."""
@@ -90,11 +90,11 @@ class Table:
         return self.tiles[size]
 
     def is_up_to_date(self) -> bool:
-        """Whether the launches of this moment may read what is there, if no address has changed."""
+        """Whether launches may read the table as it is, if no address has changed."""
         return self.is_captured == is_capturing(self.device)
 
     def point_to(self, rows: Tensor, gradients: bytes, *, rows_are_new: bool) -> None:
-        """Has `pointers` hold these rows and `gradients` these whole numbers. Called where one of the two is new."""
+        """Writes `rows` to `pointers` and the packed addresses to `gradients`. Called if either has changed."""
         is_captured = is_capturing(self.device)
         if len(self.pointers) == 0 or self.is_captured or is_captured:
             self.pointers = self._on_device(rows)

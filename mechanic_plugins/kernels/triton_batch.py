@@ -1,4 +1,4 @@
-"""Launches the GPU kernels over lists of tensors: a handful of launches, however long the list."""
+"""Launches the GPU kernels over lists of tensors: a handful of launches for any number of tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mechanic_plugins.kernels.triton_support import kind_of, processors, triton_
 __all__ = ["TritonBatch"]
 
 SUM_BLOCK, SUM_WARPS, SUM_PROGRAMS = 4096, 8, 4
-"""Elements a block, warps a program, and programs on each of the GPU's processors: what was fastest on an H200."""
+"""Elements per block, warps per program, and programs per multiprocessor: the fastest on an H200."""
 _COLLECT_BLOCK = 1024
 
 
 class TritonBatch:
-    """Tensors of one kind that lie in memory as rows: the sums over them are two launches.
+    """Tensors of one kind that are dense in memory: their sums take two launches.
 
-    `addresses.refresh` comes first in every step. What does not change between steps stays on the device.
+    Call `addresses.refresh` first in every step. What does not change between steps stays on the device.
     """
 
     def __init__(self, xs: Sequence[Tensor], grads: Sequence[Tensor | None], kept: Sequence[Kept]) -> None:
@@ -37,7 +37,7 @@ class TritonBatch:
         self.addresses = Addresses(xs, grads, kept, self.table)
 
     def add_sums(self, out: Tensor, *, tuner_index: int, weight: float, maximize: bool, penalty: float) -> None:
-        """Adds this list's share to a tuner's sums, and its gradients to the count at the end."""
+        """Adds these tensors' contribution to a tuner's sums, and the number of gradients to the count at the end."""
         here = out if out.device == self.device else torch.zeros_like(out, device=self.device)
         partial = self._partial_sums(penalty)
         with on(self.device):
@@ -55,7 +55,7 @@ class TritonBatch:
             out += here.to(out.device, non_blocking=True)
 
     def _partial_sums(self, penalty: float) -> Tensor:
-        """Four for each program."""
+        """Four partial sums per program."""
         tiles = self.table.tiled(SUM_BLOCK)
         programs = min(tiles.count, SUM_PROGRAMS * processors(self.device))
         out = torch.empty(programs, 4, dtype=self.acc, device=self.device)
@@ -78,12 +78,12 @@ class TritonBatch:
         return out
 
     def launch_key(self) -> tuple[Any, ...]:
-        """What launches depend on and may differ from step to step."""
+        """What the launches depend on that may change between steps."""
         where = self.table.pointers.data_ptr(), self.table.gradients.data_ptr()
         return *where, self.addresses.are_aligned, self.addresses.gradients
 
     def types(self, *names: str) -> dict[str, Any]:
-        """What kernels are compiled for."""
+        """The dtypes that kernels are compiled for."""
         return {name: triton_type(getattr(self, name)) for name in names}
 
 

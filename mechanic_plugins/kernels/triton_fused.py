@@ -21,7 +21,7 @@ from mechanic_plugins.kernels.triton_passes import (
 
 @triton.jit
 def adam_steps_kernel(table, grads, count, scales, constants, corrections, SIZE: tl.constexpr):
-    """Counts the step, where it is made, and takes Adam's bias corrections in float64."""
+    """Increments the step counts, if the step is made, and computes Adam's bias corrections in float64."""
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = index < count
     row = table + index.to(tl.int64) * _COLUMNS
@@ -91,9 +91,9 @@ def fused_kernel(
     xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr,
     LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The base's update in place, at lr times the scale. `lr` points to it; a, b and c are the base's own constants.
+    """The base's update in place, at lr times the scale. `lr` is a pointer; a, b and c are the base's own constants.
 
-    Where the step is not made (a gradient somewhere is not finite) nothing is written.
+    If the step is not made (some gradient is not finite), nothing is written.
     """
     is_made = tl.load(scales + 1).to(tl.int32) != 0
     rate = (tl.load(lr) * tl.load(scales + 0)).to(tl.float32)

@@ -1,11 +1,11 @@
-"""The sums as GPU kernels, each one launch for any number of tensors.
+"""The sums as GPU kernels, one launch each for any number of tensors.
 
-A table of pointers names the tensors: one int64 row for each, one column for each thing a kernel reads. `grads` points
-to their gradients (0: there is none). A list of blocks says which tensor each program works on, `firsts` which block
-is a tensor's first. All of this is built by `mechanic_plugins.kernels.table`.
+A table of pointers lists the tensors: one int64 row per tensor, one column per thing that a kernel reads. `grads` holds
+pointers to their gradients (0 if there is none). `blocks` says which tensor each block belongs to, `firsts` which block
+is a tensor's first. `mechanic_plugins.kernels.table` builds all of this.
 
-Columns: the weights x, the reference, the master (16-bit weights only), two moments and the step count of the base, and
-the number of elements.
+Columns: the weights x, the reference, the master (16-bit weights only), the base's two moments and step count, and the
+number of elements.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def _as_pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _place(table, blocks, firsts, block, ALIGNED: tl.constexpr, SIZE: tl.constexpr):
-    """The table's row of a block's tensor, the elements that the block covers, and which of them there are."""
+    """The table row of a block's tensor, the element offsets of the block, and the mask of those inside the tensor."""
     index = tl.load(blocks + block)
     row = table + index.to(tl.int64) * _COLUMNS
     offset = (block - tl.load(firsts + index)) * SIZE
     numel = tl.load(row + _NUMEL)
-    if ALIGNED:  # or else the mask has Triton read every element by itself
+    if ALIGNED:  # otherwise the mask keeps Triton from vectorising the reads
         numel = tl.multiple_of(numel, 16)
     at = offset + tl.arange(0, SIZE)
     return row, at, at < numel
@@ -46,7 +46,7 @@ def _place(table, blocks, firsts, block, ALIGNED: tl.constexpr, SIZE: tl.constex
 
 @triton.jit
 def _weights(row, at, mask, xtype: tl.constexpr, acc: tl.constexpr, LOW: tl.constexpr, ALIGNED: tl.constexpr):
-    """The weights. Of 16-bit ones their masters; those that were changed from outside themselves."""
+    """The weights; for 16-bit ones their masters, except where they were changed from outside."""
     x = tl.load(_pointer(row, _X, xtype, ALIGNED) + at, mask, 0.0)
     if LOW:
         master = tl.load(_pointer(row, _MASTER, tl.float32, ALIGNED) + at, mask, 0.0)
@@ -59,7 +59,7 @@ def sums_kernel(
     table, grads, blocks, firsts, out, count, xtype: tl.constexpr, gtype: tl.constexpr, rtype: tl.constexpr,
     acc: tl.constexpr, LOW: tl.constexpr, PENALTY: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """<d, g>, <g, g>, <d, d> and, with PENALTY, <d, x>, where d is x - ref: four partial sums for each program."""
+    """<d, g>, <g, g>, <d, d> and, with PENALTY, <d, x>, where d is x - ref: four partial sums per program."""
     program = tl.program_id(0)
     dg = tl.zeros([SIZE], acc)
     gg = tl.zeros([SIZE], acc)
@@ -85,9 +85,9 @@ def sums_kernel(
 
 @triton.jit
 def collect_kernel(sums, programs, constants, out, count, MAXIMIZE: tl.constexpr, SIZE: tl.constexpr):
-    """Adds the programs' partial sums, in float64 and always in the same order, to a tuner's six.
+    """Adds the programs' partial sums to a tuner's six sums, in float64 and always in the same order.
 
-    `constants` holds the weight they are counted with, the number of gradients, and the weight decay of the penalty.
+    `constants` holds their weight in the sums, the number of gradients, and the weight decay of the penalty.
     """
     weight = tl.load(constants)
     lane = tl.arange(0, SIZE)

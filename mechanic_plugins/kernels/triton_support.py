@@ -21,17 +21,17 @@ __all__ = [
 ]
 
 ALIGNED = 16
-"""Elements, enough for reading 16 bytes at once."""
+"""Elements that suffice for reading 16 bytes at once."""
 
 
 def is_interpreted() -> bool:
-    """Triton's interpreter runs the kernels on CPU tensors: for tests."""
+    """Whether Triton's interpreter runs the kernels on CPU tensors, as in tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether the package is installed, without loading it."""
+    """Whether Triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -41,17 +41,17 @@ def can_run(device: torch.device) -> bool:
 
 
 def fits(x: Tensor, grad: Tensor | None) -> bool:
-    """Whether kernels may walk weights and gradient as one row each."""
+    """Whether kernels may read weights and gradient as flat memory."""
     return can_run(x.device) and x.is_floating_point() and _is_row(x) and (grad is None or lies_like(grad, x))
 
 
 def _is_row(x: Tensor) -> bool:
-    """Dense, in an order that `zeros_like` keeps."""
+    """Whether the tensor is dense, in an order that `zeros_like` keeps."""
     return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
 def lies_like(grad: Tensor, x: Tensor) -> bool:
-    """Whether kernels may walk both side by side."""
+    """Whether both have the same memory layout."""
     if grad.layout != torch.strided:
         return False
     return grad.stride() == x.stride() or (grad.is_contiguous() and x.is_contiguous())
@@ -63,7 +63,7 @@ def kind_of(x: Tensor, grad: Tensor | None) -> tuple[torch.device, torch.dtype, 
 
 
 def is_even(x: Tensor) -> bool:
-    """Whether a kernel may read 16 bytes at once up to its end. One that is not keeps all of a launch from it."""
+    """Whether a kernel may read 16 bytes at once up to the end. One uneven tensor prevents it for a whole launch."""
     return x.numel() % ALIGNED == 0
 
 

@@ -1,7 +1,7 @@
-"""The tuner's step as one GPU kernel: `mechanic_plugins.core.tuner` and the default rule in Triton's dialect.
+"""The tuner's step as one GPU kernel: `mechanic_plugins.core.tuner` and the default rule in Triton.
 
-`mechanic_plugins.kernels.gpu_tuner` launches it. The first gradients of a run, with which the rule measures, are the
-host's.
+`mechanic_plugins.kernels.gpu_tuner` launches it. The first gradients of a run, from which the rule measures, are left
+to the host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from mechanic_plugins.core import relative
 from mechanic_plugins.core.tuner import CLIP_EPS
 
-# They stand to the right of an operator: Triton's interpreter takes constants nowhere else.
+# Use these only on the right of an operator: Triton's interpreter accepts constants nowhere else.
 _PRIOR, _POWER, _GAIN = map(tl.constexpr, (relative.PRIOR, relative.POWER, relative.GAIN))
 _WINDOW, _OUTLIER = map(tl.constexpr, (relative.WINDOW, relative.OUTLIER))
 _CLIP_EPS = tl.constexpr(CLIP_EPS)
@@ -21,7 +21,7 @@ _S, _R, _M, _V, _Q = (tl.constexpr(place) for place in range(5))
 _PLAYED, _H, _LR, _GRADIENTS, _LONGEST = (tl.constexpr(place) for place in range(7, 12))
 _SIZE, _LENGTH, _PATH, _TRAVELLED, _ELAPSED, _TOUCHED = (tl.constexpr(place) for place in range(12, 18))
 _WIDTH = tl.constexpr(18)
-"""Places in a row: six vectors of one number, then `mechanic_plugins.core.row.SCALARS`."""
+"""Offsets in a row: six vectors of one number, then `mechanic_plugins.core.row.SCALARS`."""
 
 
 @triton.jit
@@ -29,11 +29,11 @@ def tuner_kernel(
     sums, old, new, constants, scales, lrs, tuners,
     HOLD: tl.constexpr, CAPPED: tl.constexpr, CLIPS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """`decide`, a tuner a program.
+    """`decide`, with one program per tuner.
 
-    `constants` has the cap and the norm to clip to, `lrs` the base's lr of each tuner. The rows are followed by the
-    numbers of steps made and skipped. `scales` gets, for each tuner, the scale, whether the step is made, and what the
-    gradients are multiplied by.
+    `constants` holds the cap and the norm to clip to, `lrs` the base's lr for each tuner. The rows are followed by the
+    numbers of steps made and skipped. `scales` receives, per tuner, the scale, whether the step is made, and the factor
+    on the gradients.
     """
     program = tl.program_id(0)
     squares, is_finite = _squares(sums, tuners, NUMBERS)
@@ -75,7 +75,7 @@ def _put(new, old, PLACE: tl.constexpr, value, is_new):
 
 @triton.jit
 def _squares(sums, tuners, NUMBERS: tl.constexpr):
-    """The squared norms of all tuners' gradients, or zeros where a sum is not finite; and whether all are."""
+    """The squared gradient norms of all tuners, with 0 for non-finite ones, and whether all sums are finite."""
     every = tl.arange(0, NUMBERS)
     seen = tl.load(sums + every, every < tuners * 6 + 1, 0.0)
     is_finite = tl.sum(tl.where(seen - seen == 0, 0, 1)) == 0
@@ -84,7 +84,7 @@ def _squares(sums, tuners, NUMBERS: tl.constexpr):
 
 @triton.jit
 def _has_outlier(squares, old, clip, tuners, NUMBERS: tl.constexpr):
-    """Whether the gradient of any tuner is one."""
+    """Whether any tuner's gradient is an outlier."""
     every = tl.arange(0, NUMBERS)
     longests = tl.load(old + every * _WIDTH + _LONGEST, every < tuners, 0.0)
     return tl.sum(tl.where((longests > 0) & (clip * tl.sqrt(squares) > longests * _OUTLIER), 1, 0)) > 0
@@ -92,7 +92,7 @@ def _has_outlier(squares, old, clip, tuners, NUMBERS: tl.constexpr):
 
 @triton.jit
 def _note_steps(old, new, made, is_sound):
-    """The steps that were made, and those that were skipped for their gradients."""
+    """Counts the steps made, and those skipped because of their gradients."""
     tl.store(new, tl.load(old) + tl.where(made, 1.0, 0.0))
     tl.store(new + 1, tl.load(old + 1) + tl.where(is_sound, 0.0, 1.0))
 
@@ -107,7 +107,7 @@ def _remember_longest(old, new, norm, has_gradients):
 
 @triton.jit
 def _advance(sums, old, new, clip, lr, played, moves):
-    """`relative.advance` after the first gradients: stores the evidence and returns the next scale."""
+    """`relative.advance` after the first gradients. Stores the evidence and returns the next scale."""
     has_gradient, peak = tl.load(sums + 1) > 0, tl.maximum(tl.load(old + _LR), lr)
     come = clip * tl.load(sums) + tl.load(sums + 5)
     weight = tl.where(has_gradient & (played > 0), lr / tl.where(peak > 0, peak, 1.0), 0.0)
@@ -129,7 +129,7 @@ def _advance(sums, old, new, clip, lr, played, moves):
 
 @triton.jit
 def _gather(old, z, dd, weight, peak):
-    """A step that counts nothing has a weight of 0."""
+    """`relative._gather`. A step that does not count has a weight of 0."""
     elapsed, travelled = tl.load(old + _ELAPSED), tl.load(old + _TRAVELLED)
     run = elapsed / tl.where(peak > 0, peak, 1.0)
     share = tl.load(old + _PLAYED) * elapsed / tl.where(travelled > 0, travelled, 1.0)
@@ -146,7 +146,7 @@ def _gather(old, z, dd, weight, peak):
 
 @triton.jit
 def _walk(old, new, played, lr, made):
-    """`relative.walk`, and what the learned rate is taken from."""
+    """`relative.walk`, and the sums behind the learned rate."""
     path = tl.load(old + _PATH)
     _put(new, old, _PATH, path + played * lr * (played * lr), made & (path >= 0))
     _put(new, old, _TRAVELLED, tl.load(old + _TRAVELLED) + played * lr, made)

@@ -103,7 +103,7 @@ class Mechanic(Callback):
         self._log, self._prog_bar = log, prog_bar
 
     def setup(self, trainer: Trainer, pl_module: LightningModule | None = None, stage: str = "fit") -> None:
-        if not is_a(self, ("Mechanic",)):  # Lightning calls the function of a class with itself in place of `self`
+        if not is_a(self, ("Mechanic",)):  # a class in place of a callback: Lightning then passes the trainer as `self`
             raise TypeError("callbacks=[Mechanic] holds the class instead of a callback: write Mechanic().")
         if stage == "fit":
             check_callbacks(trainer, self)
@@ -112,7 +112,7 @@ class Mechanic(Callback):
                 mechanize_before_the_engine(trainer.strategy, self.options)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The optimizers exist, and no state has been loaded into them yet."""
+        """Attaches here: the optimizers exist, and no state has been loaded into them yet."""
         self.optimizers = []  # the tuner of an earlier fit is in its optimizer's state
         self._histories, self._recorded = {}, -1
         self._attach(trainer)
@@ -126,7 +126,7 @@ class Mechanic(Callback):
         self._attach(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Other callbacks may have replaced the optimizers."""
+        """Attaches again, since other callbacks may have replaced the optimizers."""
         self._attach(trainer)
 
     def on_train_batch_end(
@@ -151,7 +151,7 @@ class Mechanic(Callback):
         summarize(trainer, self.optimizers, self._histories)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """For `demechanize_checkpoint` only; resuming needs just the optimizer's state."""
+        """Saves the scales for `demechanize_checkpoint`. Resuming needs only the optimizer's state."""
         if not is_a(trainer.strategy, DEEPSPEED):
             checkpoint["mechanic"] = learned(trainer.strategy)
 
@@ -160,7 +160,7 @@ class Mechanic(Callback):
             self._release(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: Any = None) -> None:
-        """Lightning does not call `on_train_end` and `teardown` after an exception."""
+        """Cleans up, since Lightning does not call `on_train_end` and `teardown` after an exception."""
         if not is_a(self, ("Mechanic",)):  # see `setup`, whose error this one would hide
             return
         self._release(trainer)
@@ -178,12 +178,12 @@ class Mechanic(Callback):
 
 
 class LogLearnedLr(Callback):
-    """Logs what `Mechanic` logs of optimizers that were mechanized without it, as by `mechanic-run --replace`."""
+    """Logs what `Mechanic` logs, for optimizers mechanized without it, such as by `mechanic-run --replace`."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # which its annotations forget
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # missing from its annotations
         optimizers = [found for each in trainer.optimizers if (found := find(each)) is not None]
         if optimizers and is_logged(trainer) and not any(isinstance(each, Mechanic) for each in callbacks):
             pl_module.log_dict(metrics(optimizers), on_step=True, on_epoch=False)
@@ -227,7 +227,7 @@ def _nothing_learned(source: str | Path, scales: object) -> str:
 
 
 def learned(strategy: Strategy) -> dict[str, list[list[float]]]:
-    """The groups' scales, for each entry of the lists of the same names in a Trainer's checkpoint."""
+    """The groups' scales, under the names and in the order of the lists in a Trainer's checkpoint."""
     ours = [optimizer for optimizer in strategy.optimizers if isinstance(optimizer, MechanicOptimizer)]
 
     def scales(of: Any) -> list[float]:

@@ -30,12 +30,12 @@ __all__ = [
 
 
 def attach(strategy: Strategy, options: Options, *, known: Sequence[MechanicOptimizer]) -> list[MechanicOptimizer]:
-    """Mechanizes those of the strategy's optimizers that are not mechanized yet, and returns all.
+    """Mechanizes the strategy's optimizers, unless they are already, and returns them.
 
     Args:
         strategy: Holds the optimizers and the schedulers.
         options: For `mechanize`.
-        known: The result of an earlier call; the wrappers of the same bases are used again.
+        known: The result of an earlier call, whose wrappers are reused for the same bases.
     """
     if is_a(strategy, DEEPSPEED):
         return [_mechanic_of(strategy)]
@@ -65,7 +65,7 @@ def release(strategy: Strategy, schedulers: Iterable[Any]) -> None:
 
 
 def mechanize_before_the_engine(strategy: Any, options: Options) -> None:
-    """DeepSpeed's engine is built before `on_fit_start` and needs the mechanized optimizer by then."""
+    """Mechanizes before DeepSpeed's engine is built, which happens before `on_fit_start`."""
     import_module("mechanic_plugins.deepspeed")
     configure = type(strategy)._init_optimizers
 
@@ -87,7 +87,7 @@ def _mechanic_of(strategy: Any) -> MechanicOptimizer:
 
 
 def load_plain_checkpoints_without_mechanic(strategy: Strategy) -> None:
-    """Torch rejects a sharded checkpoint without Mechanic's entries, so such a checkpoint is loaded into the base."""
+    """Loads sharded checkpoints without Mechanic's entries into the base: torch would reject them."""
     load = type(strategy).load_checkpoint
 
     def load_checkpoint(checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def _mechanized(optimizer: Any, options: Options, known: Sequence[MechanicOptimi
 def redirect_schedulers(strategy: Strategy, optimizers: Sequence[MechanicOptimizer]) -> list[Any]:
     """Points schedulers of a base at its wrapper, and returns them.
 
-    Otherwise LearningRateMonitor lists base and wrapper as two optimizers.
+    Otherwise LearningRateMonitor would list base and wrapper as two optimizers.
     """
     redirected = []
     for config in strategy.lr_scheduler_configs:

@@ -46,7 +46,7 @@ def check_strategy(trainer: Trainer) -> None:
     if is_a(strategy, ("FSDPStrategy",)) and trainer.world_size > 1 and trainer.precision in ("bf16-true", "16-true"):
         raise ValueError(
             f"FSDPStrategy with precision={trainer.precision!r} cannot save checkpoints: FSDP1 requires one dtype for "
-            "all state of a weight, and Mechanic keeps a float32 sum for 16-bit weights. Use ModelParallelStrategy "
+            "all state of a weight, and Mechanic keeps float32 copies of 16-bit weights. Use ModelParallelStrategy "
             "(FSDP2), or precision='bf16-mixed'."
         )
     if not is_a(strategy, _TESTED):
@@ -57,7 +57,7 @@ def check_strategy(trainer: Trainer) -> None:
 
 
 def warn_of_floors(schedulers: Iterable[Any]) -> None:
-    """With a schedule that ends at an absolute learning rate, training depends on the optimizer's lr."""
+    """Warns of schedules that end at an absolute learning rate: training then depends on the optimizer's lr."""
     for scheduler in schedulers:
         name, floor = _floor(scheduler)
         if floor > 0:
@@ -71,7 +71,7 @@ def warn_of_floors(schedulers: Iterable[Any]) -> None:
 
 
 def _floor(scheduler: Any) -> tuple[str, float]:
-    """The argument that sets the lowest learning rate, and its value; 0 if another one sets the highest."""
+    """The argument that sets the lowest learning rate, and its value; 0 if the schedule sets its own highest lr."""
     if hasattr(scheduler, "max_lrs"):
         return "", 0.0
     if hasattr(scheduler, "min_lrs"):  # ReduceLROnPlateau
@@ -85,5 +85,5 @@ def _highest_lr(scheduler: Any) -> float:
 
 
 def is_a(thing: object, names: Iterable[str]) -> bool:
-    """By name: both Lightning packages have a class of that name."""
+    """`isinstance` by name, since both Lightning packages have a class of that name."""
     return not {cls.__name__ for cls in type(thing).__mro__}.isdisjoint(names)

@@ -1,4 +1,4 @@
-"""The installed Lightning packages. Imported first, so that a missing one is reported with the pip command."""
+"""The installed Lightning packages. Imported first, to report a missing one with the pip command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIGHTNINGS = installed()
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 else:
-    # Trainer and LightningCLI check for their own package's class.
+    # Trainer and LightningCLI check for their own package's class
     Callback = type("Callback", tuple(module.Callback for module in LIGHTNINGS), {})
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn  # noqa: E402

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["BAR", "is_logged", "metrics", "show_digits", "summarize"]
 
 BAR = "mechanic_lr"
-"""The effective lr's name in the progress bar, which cuts longer ones."""
+"""The effective lr's name in the progress bar, which truncates longer ones."""
 
 
 def is_logged(trainer: Trainer) -> bool:
-    """Whether this step's metrics are logged: logging takes longer than a small model's step."""
+    """Whether to log in this step: logging takes longer than a small model's step."""
     if trainer.barebones:
         return False
     return bool(trainer._logger_connector.should_update_logs) or trainer.is_last_batch

@@ -1,7 +1,7 @@
-"""An optimizer around another one: its parts, and all that checkpoints, schedulers, frameworks and people see of it.
+"""The wrapper around the base: its parts, and everything that checkpoints, schedulers, frameworks and users see.
 
-The wrapped optimizer is held as `base`, and param_groups, state and defaults are its own: schedulers, GradScaler, FSDP
-and checkpoint code find what they expect. `mechanic_plugins.optimizer.step` adds the step.
+The wrapped optimizer is `base`; param_groups, state and defaults are the base's own, so that schedulers, GradScaler,
+FSDP and checkpoint code find what they expect. `mechanic_plugins.optimizer.step` adds the step.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_st
 
 
 def of_the_base(name: str) -> Any:
-    """An attribute that is the base's own."""
+    """A property that reads and writes the base's attribute."""
     return property(lambda self: getattr(self.base, name), lambda self, value: setattr(self.base, name, value))
 
 
 class Tuner(NamedTuple):
-    """The tuner's state in units of the base's own learning rate: n-vectors, or one row for each param group."""
+    """The tuner's state in units of the base's learning rate: n-vectors, or one row per param group."""
 
     s: Tensor
     r: Tensor
@@ -67,15 +67,15 @@ class Wrapper(Optimizer):
     """The base, the settings and the tuner.
 
     `scale`, `grad_norm` and `tuner` do not synchronise with the device; `effective_lrs`, `metrics()` and `state_dict()`
-    do. What it does not have itself is read from the base.
+    do. Attributes that it lacks are read from the base.
     """
 
-    # GradScaler must unscale and decide by itself: a fused base would skip its own update, but not Mechanic's.
+    # GradScaler must unscale and decide itself: a fused base would skip its own update, but not Mechanic's.
     _step_supports_amp_scaling = False
     max_grad_norm: float | None = None
-    """Every step clips the gradients to this norm. Not a setting of the tuner's: checkpoints do not hold it."""
+    """Every step clips the gradients to this norm. It is not part of the settings, so checkpoints do not contain it."""
     delta_dtype: torch.dtype | None = None
-    """What the references are kept in, where that was chosen. Checkpoints hold them as they are."""
+    """The dtype of the references, if one was chosen. Checkpoints hold them as they are."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Wrapper(Optimizer):
         self._keeper.begin()
 
     def _start(self, *, has_history: bool) -> None:
-        """The parts, of which pickles hold none. Lightning's and Fabric's proxies run methods with another `self`."""
+        """Creates the parts, which are not pickled. Lightning's proxies call methods with another `self`."""
         base, settings = self.base, self.settings
         units = Units(base, settings)
         slots = Slots(settings.rule, self.delta_dtype)
@@ -106,12 +106,12 @@ class Wrapper(Optimizer):
         self._recorder = Recorder(self._tuning)
         self._skips = Skips()
         self.shares_by_engine: Callable[[Sequence[Tensor]], Shares] | None = None
-        """How an engine that has cut the parameters up adds its batches up."""
+        """Set by engines that shard the parameters themselves: how their sums are reduced."""
         self._known_params: list[Tensor] = []
         self._has_data = True
         self._known_shares: tuple[Sequence[Tensor], Shares] | None = None
         self._decision: Decision | None = None
-        """What the next steps of an engine have to do."""
+        """The decision that an engine's next steps apply."""
         self._dry_state: object = None
         self._last: dict[str, Any] = {}
         """The sums and the learning rates of the last step."""
@@ -133,13 +133,13 @@ class Wrapper(Optimizer):
         return getattr(self.base, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "max_grad_norm":  # may be changed during training
+        if name == "max_grad_norm":  # users may change it during training
             check_max_grad_norm(value)
         super().__setattr__(name, value)
 
     @property
     def _configuration(self) -> dict[str, Any]:
-        """The constructor's arguments other than the base."""
+        """The constructor's arguments, without the base."""
         names = ("settings", "group", "sync_replicas", "backend", "max_grad_norm", "delta_dtype")
         return {name: getattr(self, name) for name in names}
 
@@ -147,7 +147,7 @@ class Wrapper(Optimizer):
         self.base.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
-        """The new parameters start where they are; with `scope="group"` they get a tuner of their own."""
+        """The new parameters start at their current values; with `scope="group"` they get their own tuner."""
         progress = self._keeper.progress
         self.base.add_param_group(param_group)
         show_scales(self.param_groups, self._itself)
@@ -157,7 +157,7 @@ class Wrapper(Optimizer):
         self._keeper.create_eager_state()
 
     def _params(self) -> list[Tensor]:
-        """The same list as before, as long as they are the same."""
+        """All parameters, as the same list object while they are unchanged."""
         params = [p for group in self.base.param_groups for p in group["params"]]
         if list(map(id, params)) != list(map(id, self._known_params)):
             self._known_params, self._has_data = params, not is_fake(params)
@@ -166,12 +166,12 @@ class Wrapper(Optimizer):
     # ---------------------------------------------------------------- checkpoints, pickles and copies
 
     def state_dict(self) -> StateDict:
-        """The base's state dict with Mechanic's entries in it. Waits for the device."""
+        """The base's state dict, including Mechanic's entries. Waits for the device."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._keeper.write()
         if self._keeper.is_plain:
-            checkpoint.strip((), self.state)  # of what a dry run has put there
+            checkpoint.strip((), self.state)  # of what a dry run has added
         state_dict = self.base.state_dict()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
@@ -203,7 +203,7 @@ class Wrapper(Optimizer):
             post_hook(self)
 
     def reread_groups(self) -> None:
-        """Reads the tuner from the param groups at its next use: for engines that replace them."""
+        """For engines that replace the param groups: rereads the tuner from them at its next use."""
         self._keeper.forget()
 
     def loading_plain(self) -> AbstractContextManager[None]:
@@ -214,20 +214,20 @@ class Wrapper(Optimizer):
                 dcp.load(states, checkpoint_id=folder)
                 set_optimizer_state_dict(model, opt, states)
 
-        It refuses a checkpoint that lacks a key of the optimizer's: within, the optimizer has none of Mechanic's. What
-        Mechanic had learned is dropped, and it starts afresh from the weights it then finds.
+        DCP refuses a checkpoint that lacks any of the optimizer's keys, so within this context it has none of
+        Mechanic's. What it had learned is dropped; Mechanic starts over from the loaded weights.
         """
         return self._keeper.loading_plain()
 
     def loading_old(self) -> AbstractContextManager[None]:
-        """As `loading_plain`, for what version 0.1 saved: within, the optimizer has the keys that 0.1 had.
+        """Like `loading_plain`, for checkpoints of version 0.1: within it, the optimizer has the keys that 0.1 had.
 
-        The scale that it had learned is kept, and the next step finds the start of the run by it.
+        The learned scale is kept, and the next step recovers the run's start from it.
         """
         return self._keeper.loading_old()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without hooks, and without the group, which has no pickle."""
+        """Leaves out hooks, and the process group, which cannot be pickled."""
         self._keeper.write()
         own = {"base": self.base, "group": None, "_has_history": self._keeper.has_history}
         return {**self._configuration, **own}
@@ -259,7 +259,7 @@ class Wrapper(Optimizer):
 
     @property
     def learned(self) -> Tensor:
-        """As `learned_lrs`, on the device."""
+        """`learned_lrs` as a tensor on the device."""
         progress = self._keeper.progress
         far, time, top = (progress.tuner.column(name)[:, 0] for name in ("travelled", "elapsed", "lr"))
         peaks = torch.where(time > 0, far / time.clamp(min=1e-300) * top / self._keeper.unit, 0.0)
@@ -273,8 +273,8 @@ class Wrapper(Optimizer):
     def learned_lrs(self) -> list[float]:
         """The learned learning rate of each group. Synchronises with the device.
 
-        The peak of the schedule times the mean scale: the fixed peak that would have taken the run as far. This is the
-        number to write into a plain optimizer. 0 before anything was learned.
+        The peak of the schedule times the mean scale: the fixed peak that would have moved the run as far. This is the
+        number to give to a plain optimizer. 0 if nothing has been learned yet.
         """
         numbers: list[float] = self.learned.tolist()
         return numbers
@@ -286,7 +286,7 @@ class Wrapper(Optimizer):
 
     @property
     def scale(self) -> Tensor:
-        """The learned factor on the learning rate, a 0-dim tensor; with `scope="group"` the largest group's."""
+        """The learned factor on the learning rate, as a 0-dim tensor; with `scope="group"`, the largest one."""
         return self.scales.max()
 
     @property
@@ -296,7 +296,7 @@ class Wrapper(Optimizer):
 
     @property
     def effective_lrs(self) -> list[float]:
-        """For each group, scale times the lr of the last step: what a plain optimizer's lr would be.
+        """Per group, scale times the lr of the last step: what a plain optimizer's lr would be.
 
         Synchronises with the device.
         """
@@ -311,7 +311,7 @@ class Wrapper(Optimizer):
 
     @property
     def lrs(self) -> list[float | Tensor]:
-        """For each group the lr of the last step, which a scheduler may have changed since; 1 for a base without."""
+        """Per group, the lr of the last step, which a scheduler may have changed since; 1 if the base has none."""
         noted = self._last.get("lrs", [])
         lrs = noted + [group.get("lr") for group in self.param_groups[len(noted) :]]
         return [1.0 if lr is None else lr for lr in lrs]
@@ -324,11 +324,11 @@ class Wrapper(Optimizer):
         if self.settings.rule != "relative":
             m, v = m * unit, v * unit**2
         s, r, m, v = (t if self.settings.scope == "group" else t[0] for t in (s / unit, r, m, v))
-        return Tuner(s, r.clone(), m.clone(), v.clone(), state.flat[-2].clone())  # a recorded step writes them over
+        return Tuner(s, r.clone(), m.clone(), v.clone(), state.flat[-2].clone())  # a recorded step would overwrite them
 
     @property
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients that the last step was given, on all ranks, before it clipped them: 0-dim.
+        """The norm of all gradients of the last step, over all ranks and before clipping, as a 0-dim tensor.
 
         0 before the first step; not finite if the last step was skipped for that reason.
         """
@@ -337,10 +337,10 @@ class Wrapper(Optimizer):
 
     @property
     def moved(self) -> Tensor:
-        """How far the last step found the weights from their start, as a share of their size: 0-dim.
+        """The distance of the weights from their start at the last step, as a fraction of their size: a 0-dim tensor.
 
-        0 before the first move. Not a number where it is not known: between a load and the next step, after
-        `freeze(release=True)`, and with a published rule or after a checkpoint of one, which has not measured the size.
+        0 before the first move. NaN where it is unknown: between a load and the next step, after
+        `freeze(release=True)`, with a published rule, and after loading a checkpoint of one.
         """
         progress, sums = self._keeper.progress, self._last.get("sums")
         tuner = progress.tuner
@@ -354,7 +354,7 @@ class Wrapper(Optimizer):
         return torch.where(whole > 0, far / whole, whole).sqrt()
 
     def metrics(self) -> dict[str, float]:
-        """What to log, as python floats. Synchronises with the device once."""
+        """What to log, as Python floats. Synchronises with the device once."""
         progress, groups = self._keeper.progress, len(self.param_groups)
         hs = progress.tuner.column("h")[:, 0] * self._keeper.unit
         last = self.grad_norm.view(1), self.moved.view(1)

@@ -1,4 +1,4 @@
-"""The tuner of an optimizer: live, and written down in the base's param groups, where loaders look for it."""
+"""Keeps an optimizer's tuner, both live and in the base's param groups, where loaders look for it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mechanic_plugins.passes.slots import Slots
 __all__ = ["Keeper"]
 
 _LIVE = "_mechanic_live"
-"""The base's attribute with the settings and the tuner of who mechanized it last."""
+"""The base's attribute that holds the settings and tuner of the last wrapper around it."""
 
 
 class Keeper:
-    """Of one base with its settings.
+    """The tuner of one base.
 
-    `has_history` tells whether the base had state before Mechanic's first step: made when it was built, or loaded from
-    a plain run.
+    `has_history`: whether the base had state before Mechanic's first step, created by its constructor or loaded from a
+    plain run.
     """
 
     def __init__(
@@ -38,20 +38,20 @@ class Keeper:
         self.base, self.settings, self.units, self.slots = base, settings, units, slots
         self.has_history = has_history
         self.is_plain = False
-        """Whether none of Mechanic's keys may be there for a while: see `loading_plain`."""
+        """Whether Mechanic's keys are hidden for now: see `loading_plain`."""
         self._live: Progress | None = None
 
     def begin(self) -> None:
-        """A base that is mechanized again goes on where its tuner is, not where that was last written down."""
+        """If the base was mechanized before, continues from its live tuner, not from what was last written."""
         settings, live = vars(self.base).get(_LIVE) or (self.settings, None)
         if live is not None and live.row_of(self.base.param_groups[0]) is not None:
             checkpoint.write(self.base.param_groups, live, settings, delta_unit=self.units.of_scale(live))
         self.hold()
 
     def hold(self) -> None:
-        """The groups always hold the tuner's keys: loaders look for them there."""
+        """Makes the groups hold the tuner's keys, where loaders look for them."""
         groups = self.base.param_groups
-        if holds_tuner(groups):  # the base had loaded a mechanized checkpoint
+        if holds_tuner(groups):  # the base has loaded a mechanized checkpoint
             checkpoint.check_tuner(groups, self.settings)
             self.write()
         else:
@@ -61,12 +61,12 @@ class Keeper:
         self.create_eager_state()
 
     def forget(self) -> None:
-        """Makes the next use read the tuner from the param groups."""
+        """Has the next use read the tuner from the param groups."""
         self._live = None
 
     @property
     def progress(self) -> Progress:
-        """The live tuner, on the parameters' device; read again after a load, or when the model was moved."""
+        """The live tuner, on the parameters' device. Reread after a load, or when the model was moved."""
         live, device = self._live, self._device()
         if live is not None and live.tuner.device != device:
             self.write(live)
@@ -82,7 +82,7 @@ class Keeper:
         return self.units.of_scale(self.progress)
 
     def _read(self, device: torch.device) -> Progress:
-        """The groups hold afterwards what is in force, so that nothing is said twice."""
+        """Reads the tuner. Writes it back if the settings differed, so that the warning appears once."""
         groups = self.base.param_groups
         progress, notice = checkpoint.read(groups, self.settings, tuners=self._tuners(), device=device)
         if notice is not None:
@@ -94,7 +94,7 @@ class Keeper:
         return progress
 
     def write(self, progress: Progress | None = None) -> None:
-        """Writes the tuner down. Synchronises with the device."""
+        """Writes the tuner into the param groups. Synchronises with the device."""
         progress = progress or self.progress
         if not self.is_plain:
             unit = self.units.of_scale(progress)
@@ -104,15 +104,15 @@ class Keeper:
         return len(self.base.param_groups) if self.settings.scope == "group" else 1
 
     def _device(self) -> torch.device:
-        """The parameters' own, or the CPU where that has no float64 or holds no numbers."""
+        """The parameters' device, or the CPU if that one has no float64 or no data."""
         for group in self.base.param_groups:
             if group["params"]:
                 device: torch.device = local(group["params"][0]).device
                 return torch.device("cpu") if device.type in ("meta", "mps") else device
-        return self._live.tuner.device if self._live else torch.device("cpu")  # an engine took the parameters out
+        return self._live.tuner.device if self._live else torch.device("cpu")  # an engine has taken the parameters out
 
     def create_eager_state(self) -> None:
-        """Bases that fill their state when built get no dry run: a load would find no place for the references."""
+        """For bases that fill their state when built: without DCP's dry run, a load would find no slots."""
         groups = self.base.param_groups
         if checkpoint.is_released(groups):
             return
@@ -126,7 +126,7 @@ class Keeper:
                         self.slots.put(p, state, REF, local(p))
 
     def return_to_start(self, tuners: Collection[int]) -> None:
-        """Gives the parameters of these tuners the weights that they began with."""
+        """Resets the parameters of these tuners to the weights they started from."""
         for group in self.base.param_groups:
             for p in group["params"] if self.progress.tuner_of(group) in tuners else ():
                 kept = self.base.state.get(p, {})
@@ -135,7 +135,7 @@ class Keeper:
 
     @contextmanager
     def loading_plain(self) -> Iterator[None]:
-        """Hides all that is Mechanic's inside the block; Mechanic starts over after it."""
+        """Hides Mechanic's state within the block. Mechanic starts over afterwards."""
         checkpoint.strip(self.base.param_groups, self.base.state)
         self.is_plain = True
         try:
@@ -147,7 +147,7 @@ class Keeper:
 
     @contextmanager
     def loading_old(self) -> Iterator[None]:
-        """Gives the state the keys of version 0.1 inside the block."""
+        """Gives the state the keys of version 0.1 within the block."""
         slots, self.slots = self.slots, Slots("paper", None)
         checkpoint.strip((), self.base.state)
         self.create_eager_state()

@@ -13,9 +13,9 @@ __all__ = ["refuse_overlaps"]
 
 
 def refuse_overlaps(params: Sequence[Tensor]) -> None:
-    """Refuses two parameters over the same memory: each would take the other's update for its own.
+    """Refuses two parameters that share memory: each would take the other's update for its own.
 
-    Views that lie interleaved in one storage share nothing and are fine.
+    Interleaved views of one storage share no elements and are fine.
     """
     for cluster in _clusters([x for x in map(local, params) if _has_memory(x)]):
         first = min(x.data_ptr() for x in cluster)
@@ -43,7 +43,7 @@ def _end(x: Tensor) -> int:
 
 
 def _clusters(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Those of one device whose first to last bytes overlap; single ones are left out."""
+    """Groups of tensors on one device whose byte ranges overlap."""
     cluster: list[Tensor] = []
     end = 0
     for x in sorted(tensors, key=lambda x: (str(x.device), x.data_ptr())):

@@ -1,9 +1,9 @@
-"""A step's launches as CUDA graphs, replayed while nothing but data changes.
+"""Records a step's launches as CUDA graphs and replays them while nothing but data changes.
 
-The host then starts one graph in a step instead of the kernels one by one, or two where ranks add up their sums in
-between. All that the launches read is on the device: the addresses of the tensors in a table that is kept up to
-date, the learning rates in cells of their own, the tuner in a row of memory. Whatever else they were made with is in a
-key; a step with another key is made launch by launch, as the first ones are.
+The host then launches one graph per step instead of several kernels; two if ranks reduce their sums in between.
+Everything the launches read is on the device: a table with the addresses of the tensors, cells with the learning
+rates, and the tuner's row. Everything else they depend on is in a key; a step with another key is launched kernel by
+kernel, as the first steps are.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Recorder:
     def find(
         self, plan: Plan, progress: Progress, *, max_grad_norm: float | None, spans_ranks: bool
     ) -> Recording | None:
-        """The recording that makes this step, ready to be played; None where the launches have to be made."""
+        """The recording for this step, ready to be played, or None if the kernels have to be launched."""
         if not (self._can_record and isinstance(plan, FusedPlan) and _is_on_one_gpu(plan, progress)):
             return None
         inputs, unit = self._tuning.inputs(progress, ()), self._tuning.units.of_scale(progress)
@@ -69,9 +69,9 @@ class Recorder:
 
 
 class LearningRates:
-    """Those of the tuners, and those that the batches are stepped at, on the device.
+    """The learning rates of the tuners and of the batches, on the device.
 
-    Each batch's lies at a multiple of 16 bytes, as a tensor of its own would: the kernels were compiled for that.
+    Each batch's cell is aligned to 16 bytes, like a tensor of its own: the kernels were compiled for that.
     """
 
     def __init__(self, tuners: int, batches: int, device: torch.device) -> None:
@@ -83,14 +83,14 @@ class LearningRates:
         self._there: Sequence[float] = ()
 
     def write(self, lrs: Sequence[float]) -> None:
-        """The tuners' first."""
+        """Sends the learning rates, the tuners' first."""
         if lrs != self._there:
             self._mailbox.send(self._packed(*lrs))
             self._there = lrs
 
 
 class Recording:
-    """The launches of a step that follows a plan, as long as the key is the same."""
+    """The recorded launches of a plan's step, valid for one key."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Recording:
         self.key, self._plan = key, weakref.ref(plan)
         device, tuners = progress.tuner.device, len(inputs.lrs)
         self._row = progress.tuner.flat.clone()
-        """The tuner: a graph reads and writes it here."""
+        """The tuner's memory, which the graph reads and writes."""
         self.lrs = LearningRates(tuners, len(plan.batches), device)
 
         def sum_up() -> Tensor:
@@ -122,7 +122,7 @@ class Recording:
             return sums
 
         self._before: torch.cuda.CUDAGraph | None = None
-        """Only where ranks add up their sums: otherwise the other graph begins with them."""
+        """Computes the sums, if ranks have to reduce them; otherwise they are part of the other graph."""
         if spans_ranks:
             self._before, self._sums = captured(sum_up, device)
             self._after, _ = captured(lambda: move(self._sums), device)
@@ -130,13 +130,13 @@ class Recording:
             self._after, self._sums = captured(lambda: move(sum_up()), device)
 
     def sums(self) -> Tensor:
-        """The step's sums on this rank, good until the next step: for `play`, which may still have to make them."""
+        """This rank's sums, valid until the next step. Pass them to `play`, which may still have to compute them."""
         if self._before is not None:
             self._before.replay()
         return self._sums
 
     def play(self, sums: Tensor, progress: Progress) -> None:
-        """Decides and moves."""
+        """Decides and moves the weights."""
         if sums is not self._sums:
             self._sums.copy_(sums)
         if progress.tuner.flat is not self._row:
@@ -156,5 +156,5 @@ def _is_on_one_gpu(plan: FusedPlan, progress: Progress) -> bool:
 
 
 def _numbers(lrs: Sequence[float | Tensor]) -> list[float] | None:
-    """None where one is a tensor: the schedule's, who may put another in its place."""
+    """The learning rates as floats, or None if one is a tensor, which its owner may replace."""
     return None if any(isinstance(lr, Tensor) for lr in lrs) else [float(lr) for lr in lrs]

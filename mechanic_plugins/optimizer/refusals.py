@@ -18,7 +18,7 @@ __all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_release", "refuse_sc
 
 
 def refuse_sparse(p: Tensor) -> None:
-    """Sums are taken of dense tensors."""
+    """Rejects sparse gradients: the sums need dense tensors."""
     if p.grad is not None and p.grad.layout != torch.strided:
         raise ValueError(
             f"a gradient of shape {tuple(p.shape)} is sparse ({p.grad.layout}): Mechanic moves every weight in every "
@@ -27,7 +27,7 @@ def refuse_sparse(p: Tensor) -> None:
 
 
 def refuse_foreign(p: Tensor, state: Mapping[str, Any]) -> None:
-    """Rejects wrong shapes: kernels do no bounds checks."""
+    """Rejects state of another shape: kernels do no bounds checks."""
     for name in (DELTA, MASTER, REF):
         if name in state and state[name].shape != p.shape:
             raise ValueError(
@@ -38,7 +38,7 @@ def refuse_foreign(p: Tensor, state: Mapping[str, Any]) -> None:
 
 
 def refuse_release(base: Optimizer, *, by_engine: bool) -> None:
-    """For bases that cannot be stepped at scale * lr in Mechanic's place."""
+    """Rejects bases that cannot be stepped at scale * lr without Mechanic."""
     if by_engine:
         raise ValueError(
             "freeze(release=True) cannot give memory back under DeepSpeed: the engine holds views of the optimizer's "
@@ -52,7 +52,7 @@ def refuse_release(base: Optimizer, *, by_engine: bool) -> None:
 
 
 def refuse_scale_of_zero(progress: Progress) -> None:
-    """Nothing would train."""
+    """Rejects freezing before a scale was learned: nothing would train."""
     if not any(row.played > 0 for row in progress.tuner.rows):
         raise RuntimeError(
             "freeze() would hold a scale of 0, at which nothing trains: no scale was learned yet. Call it after the "
@@ -61,7 +61,7 @@ def refuse_scale_of_zero(progress: Progress) -> None:
 
 
 def refuse_mixed_groups(groups: Sequence[dict[str, Any]]) -> None:
-    """Torch cannot step DTensors and plain tensors in one foreach call."""
+    """Rejects groups of DTensors and plain tensors, which torch cannot step in one foreach call."""
     for index, group in enumerate(groups):
         kinds = {is_dtensor(p) for p in group["params"]}
         if len(kinds) > 1 and (group.get("fused") or group.get("foreach")):

@@ -23,7 +23,7 @@ _BAD_WEIGHTS = (
 
 
 class Skips:
-    """Says when a warning is due, and its text: at the first skipped step, then at 10, 100, 1000 in a row."""
+    """Decides when to warn: at the first skipped step, then at 10, 100, 1000 in a row."""
 
     def __init__(self) -> None:
         self._steps = -1
@@ -32,7 +32,7 @@ class Skips:
         self._was_told = False
 
     def warning(self, groups: Sequence[dict[str, Any]], *, steps: int, skipped: int) -> str | None:
-        """None where nothing new is to be said.
+        """The text of a warning, or None if there is nothing new to say.
 
         Args:
             groups: The param groups, whose weights and gradients are looked at.
@@ -45,7 +45,7 @@ class Skips:
         self._skipped = skipped
         if more <= 0:
             return None
-        self._in_a_row = before + (more if before else 1)  # the first look at a GPU's count does not know their order
+        self._in_a_row = before + (more if before else 1)  # a GPU's count, read for the first time, has no order
         is_due = not self._was_told or len(str(self._in_a_row)) > len(str(before))
         self._was_told = True
         return _text(groups, self._in_a_row) if is_due else None

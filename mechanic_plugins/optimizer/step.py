@@ -49,9 +49,9 @@ __all__ = ["MechanicOptimizer", "is_called_by"]
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step with what torch puts around it: a mark for schedulers and, where they are in use, hooks and profiling.
+    """Adds what torch puts around a step: a mark for schedulers, and hooks and profiling if they are in use.
 
-    Profiling takes the host longer than the launch of a whole step on a GPU.
+    Profiling alone costs the host more than launching a whole step on a GPU.
     """
     marked = Optimizer.profile_hook_step(step)
 
@@ -63,27 +63,27 @@ def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
         is_seen = has_hooks or torch._C._autograd._profiler_enabled()
         return (marked if is_seen else step)(self, *args, **kwargs)
 
-    # torch does not put its own around it once more
+    # keeps torch from wrapping it again
     wrapper.hooked = wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return wrapper
 
 
 class MechanicOptimizer(Wrapper):
-    """What `mechanize` returns: build it there."""
+    """The optimizer that `mechanize` returns. Build it with `mechanize`."""
 
-    @_disable_dynamo  # torch.compile leaves the step as it is: the passes are compiled already, or the base's
+    @_disable_dynamo  # torch.compile leaves the step alone: its passes, or the base's, are compiled already
     @hooked
     def step(self, closure: Closure | None = None) -> Any:
-        """Steps the base at the learned scale. Outliers, gradients that are not finite, or none change nothing.
+        """Steps the base at the learned scale. Outliers, non-finite gradients and steps without any change nothing.
 
-        With `max_grad_norm` base and tuner see the gradients clipped, as if `torch.nn.utils.clip_grad_norm_` had come
-        before. The gradients themselves are left in either state: the step scales them in place where it has to.
+        With `max_grad_norm`, base and tuner see clipped gradients, as if `torch.nn.utils.clip_grad_norm_` had been
+        called first. The `.grad` tensors themselves may or may not be scaled afterwards.
 
-        At a learning rate of 0 in every group the weights and the scale stay where they are. With a published rule, a
+        At a learning rate of 0 in every group, the weights and the scale stay where they are. With a published rule, a
         parameter without a gradient still follows the scale, unless its `requires_grad` is False.
         """
         had_grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # as torch.no_grad(), which takes ten calls
+        torch._C._set_grad_enabled(False)  # like torch.no_grad(), which takes ten calls
         try:
             if self._dry_state is not None:
                 self._leave_dry_run()
@@ -96,13 +96,13 @@ class MechanicOptimizer(Wrapper):
             if self._has_data:
                 result = self._train(closure, params)
                 return result if loss is None else loss
-            self._make_dry_run()  # nothing can be learned; what a step allocates can be counted
+            self._make_dry_run()  # nothing to learn, but what a step allocates can be counted
             return loss
         finally:
             torch._C._set_grad_enabled(had_grad)
 
     def _evaluated(self, closure: Closure) -> tuple[Closure, Any]:
-        """The loss, and a closure for the base whose first call returns it; another computes it again, or refuses."""
+        """The loss, and a closure for the base that first returns this loss. Later calls recompute it or raise."""
         again = torch.enable_grad()(closure)
         loss = again()
         cached = [loss]
@@ -137,7 +137,7 @@ class MechanicOptimizer(Wrapper):
         try:
             result = plan.apply(decision, unit=self._tuning.units.of_scale(progress), closure=closure)
         except BaseException:
-            if not reduction.spans_ranks:  # where ranks decide together, those that do not fail have moved on
+            if not reduction.spans_ranks:  # with ranks that decide together, the others have moved on
                 progress.tuner = before
             raise
         if not by_kernel and self.shares_by_engine is None and self._tuning.may_jump(progress):
@@ -145,7 +145,7 @@ class MechanicOptimizer(Wrapper):
         return result
 
     def _decide_on_device(self, plan: Plan, progress: Progress, reduction: Reduction) -> Decision | None:
-        """Without waiting for it, where the base can be told there. None where a recording has made the step."""
+        """Does not wait for the device if the base can be told there. None if a recording has made the step."""
         recording = self._recorder.find(
             plan, progress, max_grad_norm=self.max_grad_norm, spans_ranks=reduction.spans_ranks
         )
@@ -191,7 +191,7 @@ class MechanicOptimizer(Wrapper):
         )
 
     def _sums(self, plan: Plan, tuner: TunerState, reduction: Reduction, new: Mapping[int, bool]) -> Sums:
-        """Of all ranks. The first gradients of new tuners also tell how large the weights are."""
+        """The global sums. The first gradients of new tuners also measure the size of the weights."""
         sums = self._local_sums(plan.batches, tuner.rows, new)
         if not reduction.spans_ranks:
             return sums
@@ -199,7 +199,7 @@ class MechanicOptimizer(Wrapper):
         return numbers
 
     def _local_sums(self, batches: Sequence[Batch], rows: Sequence[Row], new: Mapping[int, bool]) -> Sums:
-        """With a published rule every tuner waits: what is kept are the differences themselves."""
+        """This rank's sums. With a published rule every tuner is `waiting`: delta is stored, not a reference."""
         is_default = self._keeper.slots.is_default
         waiting = [not is_default or row.played == 0 for row in rows]
         sums = sums_of(batches, waiting, with_decay=bool(self.settings.s_decay))
@@ -208,10 +208,10 @@ class MechanicOptimizer(Wrapper):
         return sums
 
     def _was_false_start(self, sums: Sums, rows: Sequence[Row]) -> bool:
-        """Whether the one gradient so far is far longer or shorter than this one. The weights have not moved yet.
+        """Whether the only gradient so far is far longer or shorter than this one. The weights have not moved yet.
 
-        Which of the two is the odd one the next step shows. Never for a base whose state cannot be dropped: it was
-        there before the first step, or an engine has views of it, as DeepSpeed's.
+        The next step will show which of the two is the odd one. Always False if the base's state cannot be dropped,
+        because it predates the first step or an engine such as DeepSpeed holds views of it.
         """
         if self._keeper.has_history or self.shares_by_engine is not None:
             return False
@@ -223,9 +223,9 @@ class MechanicOptimizer(Wrapper):
         return any(max(a, b) > OUTLIER * min(a, b) > 0 for a, b in pairs if math.isfinite(a))
 
     def _forget_start(self, progress: Progress) -> None:
-        """Starts over with this step: the outlier would stay in the base's moments."""
+        """Starts over with this step, since the base's moments would remember the outlier."""
         self.state.clear()
-        self._planner.forget()  # they hold what was cleared
+        self._planner.forget()  # plans hold the state that was cleared
         constants, tuner = self._tuning.units.constants(progress), progress.tuner
         new = initial_state(constants, tuners=len(tuner), device=tuner.device)
         progress.tuner, progress.unit = new.with_rows(new.rows, (0.0, tuner.counts[1])), 0.0
@@ -233,7 +233,7 @@ class MechanicOptimizer(Wrapper):
     def _undo_jump(
         self, params: Sequence[Tensor], progress: Progress, before: TunerState, reduction: Reduction
     ) -> None:
-        """Puts the weights back where they began if this step has lost them. The base keeps its state."""
+        """Puts the weights back to where they began if this step was absurdly long. The base keeps its state."""
         sums = self._sums(self._plan(progress, params, False), progress.tuner, reduction, {})
         rows, dds = [row.copy() for row in progress.tuner.rows], sums[SUMS.index("dd") : -1 : len(SUMS)]
         lost = [index for index, (row, dd) in enumerate(zip(rows, dds, strict=True)) if restart(row, dd)]
@@ -259,9 +259,9 @@ class MechanicOptimizer(Wrapper):
         return decision
 
     def _entries(self, progress: Progress, params: Sequence[Tensor]) -> list[Entry]:
-        """The parameters with a gradient, and those that had one before: they count, and may follow the scale.
+        """The parameters that take part: those with a gradient now or in an earlier step.
 
-        Those that a person has frozen stay where they are and are not counted.
+        Parameters with requires_grad=False stay where they are and are not counted.
         """
         weights = self._shares(params).weights if self._decision is None else {}
         align_gradients(params)
@@ -292,7 +292,7 @@ class MechanicOptimizer(Wrapper):
         return self._known_shares[1]
 
     def _note_lrs(self) -> None:
-        """A scheduler may change the lr before the effective one is read."""
+        """Remembers this step's lrs: a scheduler may change them before `effective_lrs` is read."""
         self._last["lrs"] = [
             lr.detach().clone() if isinstance(lr := dict.get(group, "lr"), Tensor) else lr
             for group in self.base.param_groups
@@ -301,33 +301,33 @@ class MechanicOptimizer(Wrapper):
     # ---------------------------------------------------------------- holding the scale
 
     def freeze(self, *, release: bool = False) -> None:
-        """Holds the scale where it is; training goes on with it.
+        """Holds the scale at its current value; training continues with it.
 
         Args:
-            release: Give the memory of the references back: from now on a step is the base's own, at scale * lr, and
-                weights in 16 bits are rounded as the base alone rounds them. `unfreeze` begins with new references.
+            release: Free the memory of the references as well. From now on a step is the base's own at scale * lr, and
+                16-bit weights are rounded as by the base alone. `unfreeze` starts with new references.
 
         Raises:
-            ValueError: The base's updates are not proportional to lr, or an engine has views of its state.
-            RuntimeError: Nothing was learned yet.
+            ValueError: The base's updates are not proportional to lr, or an engine holds views of its state.
+            RuntimeError: No scale has been learned yet.
         """
         if release:
             refuse_release(self.base, by_engine=self.shares_by_engine is not None)
         progress = self._keeper.progress
-        if not (release and progress.tuner.counts[0] == 0):  # a new one is about to load what a released one has saved
+        if not (release and progress.tuner.counts[0] == 0):  # it may be about to load a released optimizer's state
             refuse_scale_of_zero(progress)
         progress.frozen, progress.released = True, release or progress.released
         if release:
             rows = [row.copy() for row in progress.tuner.rows]
             for row in rows:
-                row.path = 0.0  # the next references begin a new one
+                row.path = 0.0  # new references start a new path
             progress.tuner = progress.tuner.with_rows(rows)
             checkpoint.strip((), self.state)
-            self._planner.forget()  # they hold what was dropped
+            self._planner.forget()  # plans hold the tensors that were dropped
             self._keeper.write()
 
     def unfreeze(self) -> None:
-        """Tunes again, from where the tuner was."""
+        """Resumes tuning from where the tuner was."""
         progress = self._keeper.progress
         was_released, progress.frozen, progress.released = progress.released, False, False
         if was_released:
@@ -336,7 +336,7 @@ class MechanicOptimizer(Wrapper):
     # ---------------------------------------------------------------- for engines that step part by part
 
     def local_sums(self, parts: Sequence[tuple[Group, Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """What `decide` takes, of an engine's parts: param group, weights, gradient and what is kept for them."""
+        """The sums for `decide`, from an engine's parts: param group, weights, gradient and the reference or delta."""
         progress = self._keeper.progress
         rows = progress.tuner.rows
         entries = [(Entry(x, g, progress.tuner_of(g), 1.0), grad, kept) for g, x, grad, kept in parts]
@@ -345,12 +345,12 @@ class MechanicOptimizer(Wrapper):
         return torch.tensor(sums, dtype=torch.float64, device=progress.tuner.device)
 
     def decide(self, sums: Tensor) -> Decision:
-        """Lets the tuner make its step, given the sums over all parameters of all ranks (see `local_sums`)."""
+        """Advances the tuner, given the sums over all parameters of all ranks (see `local_sums`)."""
         return self._decide(sums.tolist(), self._keeper.progress)
 
     @contextmanager
     def applying(self, decision: Decision) -> Iterator[None]:
-        """Within, `step()` takes this decision and sees only to the weights."""
+        """Within this context, `step()` applies the given decision and only moves the weights."""
         self._decision = decision
         try:
             yield
@@ -362,7 +362,7 @@ class MechanicOptimizer(Wrapper):
     def _is_dry_run(self) -> bool:
         """DCP fills an empty state by a step with zero gradients at lr 0, which must leave no trace.
 
-        A user's first step may look the same, so the caller counts.
+        A user's first step may look the same, hence the look at the caller.
         """
         return has_lr_zero(self.base) and is_called_by("torch.distributed.checkpoint.state_dict")
 
@@ -375,14 +375,14 @@ class MechanicOptimizer(Wrapper):
         self._dry_state = self.state
 
     def _leave_dry_run(self) -> None:
-        """If no state was loaded after the dry run, drop what it made: Adam would count it as a step."""
+        """Drops the dry run's state if none was loaded after it: Adam would count it as a step."""
         if self._dry_state is self.base.state:
             self.base.state.clear()
         self._dry_state = None
 
 
 def is_called_by(module: str) -> bool:
-    """Whether a function of that module is among the callers."""
+    """Whether a function of that module is on the call stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
@@ -390,7 +390,7 @@ def is_called_by(module: str) -> bool:
 
 
 def _without_waiting(sums: Sums, befores: Sequence[float]) -> Sums:
-    """An update that waits for its scale has moved nothing."""
+    """The sums without the squared distance of tuners that have not moved yet."""
     moved = list(sums)
     for index, before in enumerate(befores):
         if before == 0:

@@ -1,4 +1,4 @@
-"""Lets the tuner take its step: in plain floats, or on a GPU with Triton in one launch."""
+"""Advances the tuner: in plain floats, or in one launch on a GPU with Triton."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ __all__ = ["Inputs", "Tuning", "has_lr_zero"]
 
 
 class Inputs(NamedTuple):
-    """What the host knows of a step before it is decided: the constants in the units of the scale, and the schedule."""
+    """What the host knows before a step is decided: the constants in units of the scale, and the schedule."""
 
     settings: Settings
     lrs: Sequence[float | Tensor] | Tensor
-    """For each tuner."""
+    """One per tuner."""
     hold: bool
-    """Whether the scale stays."""
+    """Whether the scale stays as it is."""
 
 
 class Tuning:
-    """For one base with its settings. Holds nothing that a checkpoint needs."""
+    """Advances the tuners of one base. Holds nothing that belongs in a checkpoint."""
 
     def __init__(self, base: Optimizer, settings: Settings, units: Units) -> None:
         self.base, self.settings, self.units = base, settings, units
         self._ignores_schedule = known_bases.ignores_a_schedule(base)
         self._heeds_zero = not self._ignores_schedule and settings.rule not in ("experiments", "optax")
-        """Whether the scale stays at a learning rate of 0, which must move nothing.
+        """Whether the scale is held while the learning rate is 0, at which nothing must move.
 
-        The two rules that start with a scale above 0 take such a step as published: their warm-ups would differ.
+        The two rules that start with a scale above 0 do take such steps, as published: their warm-ups depend on it.
         """
 
         self._watched = known_bases.watched_steps(base) if settings.rule == "relative" else 0
         self.before_kernels = max(BEGINNING, self._watched)
 
     def beginning(self, rows: Sequence[Row]) -> dict[int, bool]:
-        """The tuners that begin, and whether they have seen no gradient yet: the default rule measures with those."""
+        """The tuners whose first gradients measure the weights, and whether this is their very first one."""
         if self.settings.rule != "relative":
             return {}
         return {index: row.size == 0 for index, row in enumerate(rows) if row.gradients < BEGINNING}
 
     def may_jump(self, progress: Progress) -> bool:
-        """Whether an update may still turn out to be far longer than those before it."""
+        """Whether an update far longer than those before it is still to be expected."""
         is_learning = self._watched > 0 and not progress.frozen
         return is_learning and any(row.gradients <= self._watched for row in progress.tuner.rows)
 
     def by_floats(self, sums: Sequence[float], progress: Progress, max_grad_norm: float | None) -> Decision:
-        """Moves `progress` on. A skipped step leaves no trace there but the count, and the longest gradient."""
+        """Advances `progress`. A skipped step changes only its count and the longest gradient."""
         lr_refs, unit = dict(progress.lr_refs), progress.unit
         state, rows = progress.tuner, [row.copy() for row in progress.tuner.rows]
         inputs = self.inputs(progress, rows)
@@ -72,14 +72,14 @@ class Tuning:
                 row.longest = norm
         steps, skipped = state.counts
         progress.tuner = state.with_rows(rows, (steps + bool(decision.applied), skipped + decision.skipped))
-        if state.device.type == "cuda":  # the next step may be captured, and must find them there
+        if state.device.type == "cuda":  # the next step may be captured, and reads them there
             gpu_tuner.constants_on(progress.tuner.flat.device, inputs.settings.max_scale, max_grad_norm)
         return decision
 
     def can_leave_to_device(self, progress: Progress) -> bool:
-        """Whether a kernel may decide: all tuners that are trained have begun. Waits for the GPU before.
+        """Whether a kernel may decide: every tuner with trained weights has begun. Waits for the GPU until then.
 
-        The same on all ranks, also where one of them has no gradient.
+        The answer is the same on all ranks, even if one of them has no gradient.
         """
         if progress.unit == 0 or self.settings.rule != "relative":
             return False
@@ -97,19 +97,19 @@ class Tuning:
         return needed <= progress.begun
 
     def by_kernel(self, sums: Tensor, progress: Progress, max_grad_norm: float | None) -> Decision:
-        """The same on a GPU, without waiting for it."""
+        """`by_floats` on a GPU, without waiting for it."""
         inputs = self.inputs(progress, ())._asdict()
         progress.tuner, scales = gpu_tuner.launch(progress.tuner, sums, **inputs, max_grad_norm=max_grad_norm)
         return Decision.on_device(scales)
 
     def inputs(self, progress: Progress, rows: Sequence[Row]) -> Inputs:
-        """Fixes the unit, if it is time for it, and looks at the learning rates."""
+        """Fixes the unit when it becomes known, and reads the learning rates."""
         has_unit = self.units.resolve(progress, rows)
         hold = not has_unit or progress.frozen or (self._heeds_zero and has_lr_zero(self.base))
         return Inputs(self.units.constants(progress), self._lrs(progress), hold)
 
     def _lrs(self, progress: Progress) -> list[float | Tensor]:
-        """For each tuner where its groups' schedule stands, as a learning rate; 1 for a base without any."""
+        """Per tuner, the position of its groups' schedule as a learning rate; 1 if the base has none."""
         tuners, groups, refs = len(progress.tuner), self.base.param_groups, progress.lr_refs
         if len(groups) == 1 and 0 in refs and type(dict.get(groups[0], "lr")) is float and not self._ignores_schedule:
             return [groups[0]["lr"]]
@@ -122,7 +122,7 @@ class Tuning:
 
 
 def has_lr_zero(base: Optimizer) -> bool:
-    """Whether every group has an lr of 0. One that is a tensor on a GPU is not looked at."""
+    """Whether every group's lr is 0. A tensor on a GPU is not read, and counts as not 0."""
     lrs = [lr for group in base.param_groups if (lr := dict.get(group, "lr")) is not None]
     if lrs and type(lrs[0]) is float and lrs[0] > 0:
         return False

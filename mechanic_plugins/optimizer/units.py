@@ -1,7 +1,7 @@
 """The learning rate that a scale of 1 stands for.
 
-With `normalize_lr` a base of lr 1e-3 and one of lr 10 learn the same run: constants are stated for an lr of 1, and the
-unit is the base's peak learning rate at the first applied step. A base is stepped at scale * lr / unit.
+With `normalize_lr`, a base with lr 1e-3 and one with lr 10 train identically: constants are stated for an lr of 1, and
+the unit is the base's peak learning rate at the first applied step. The base is stepped at scale * lr / unit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Group = dict[str, Any]
 
 
 class Units:
-    """Of one base with its settings. The unit itself is in `Progress`, and so in checkpoints."""
+    """Unit conversions for one base. The unit itself is in `Progress`, and therefore in checkpoints."""
 
     def __init__(self, base: Optimizer, settings: Settings) -> None:
         self.base, self.settings = base, settings
@@ -33,7 +33,7 @@ class Units:
     def resolve(self, progress: Progress, rows: Sequence[Row]) -> bool:
         """Fixes the unit at the first learning rate above 0; False before that.
 
-        The rows then get the highest lr of a schedule, where the groups know it: a warm-up is then a warm-up.
+        The rows also get the schedule's highest lr if the groups know it, so that a warm-up is recognised as one.
         """
         if progress.unit > 0:
             return True
@@ -46,11 +46,11 @@ class Units:
         return True
 
     def of_scale(self, progress: Progress) -> float:
-        """What a scale of 1 is worth in the base's own updates."""
+        """How many of the base's own updates a scale of 1 is worth."""
         return (progress.unit or 1.0) if self._is_linear else 1.0
 
     def constants(self, progress: Progress) -> Settings:
-        """The settings, which are stated for a base lr of 1, in the units of the scale."""
+        """The settings, stated for a base lr of 1, converted to units of the scale."""
         unit = progress.unit or 1.0
         if self._constants[0] != unit:
             self._constants = unit, _at_unit(self.settings, unit, self.of_scale(progress))

@@ -1,8 +1,7 @@
-"""The default rule around any base: its own step, at the learning rate lr * S.
+"""The default rule around any base: the base's own step, at learning rate lr * S.
 
-A base that is not known to be linear in lr steps at lr instead, and what it added is multiplied by S. Before
-the scale is known, every base is stepped this way: the first update is only measured, and stored in place of the
-reference.
+A base that is not known to be linear in lr is stepped at lr, and its update is then multiplied by S. While the scale is
+unknown, every base is stepped this way: the first update is only measured, and stored in place of the reference.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["AroundBase"]
 
 
 class Lent(NamedTuple):
-    """A 16-bit parameter, its master, and what stands in its place during a step."""
+    """A 16-bit parameter, its master, and its stand-in during a step."""
 
     param: Tensor
     master: Tensor
@@ -36,7 +35,7 @@ class Lent(NamedTuple):
 
 
 class AroundBase(Plan):
-    """See above."""
+    """Steps the base itself, at the learned scale."""
 
     def __init__(
         self,
@@ -50,10 +49,10 @@ class AroundBase(Plan):
         by_kernels: bool = False,
         has_begun: bool = False,
     ) -> None:
-        """`tuner_of` has an index for each param group.
+        """`tuner_of` has the tuner's index for each param group.
 
-        `keeps`: not after `freeze(release=True)`, when the sums are of the gradients alone. `by_kernels`: Triton may
-        take the sums. `has_begun`: a kernel may decide.
+        `keeps` is False after `freeze(release=True)`, when only the gradients enter the sums. `by_kernels`: Triton may
+        compute the sums. `has_begun`: a kernel may decide.
         """
         super().__init__(base, entries, slots.main)
         self.slots, self._tuner_of, self._keeps = slots, tuner_of, keeps
@@ -90,7 +89,7 @@ class AroundBase(Plan):
         groups, afters = self.base.param_groups, decision.afters
         lrs = [group["lr"] * (afters[i] / unit) for group, i in zip(groups, self._tuner_of, strict=True)]
         if isinstance(afters, Tensor):
-            lrs = [lr.float() for lr in lrs]  # as torch's fused kernels read it
+            lrs = [lr.float() for lr in lrs]  # the dtype that torch's fused kernels read
         try:
             result = self._step_with(lent, lrs, decision, closure)
         except BaseException:
@@ -104,7 +103,7 @@ class AroundBase(Plan):
         return result
 
     def _step_apart(self, decision: Decision, unit: float, closure: Closure | None) -> Any:
-        """Reads the updates off the weights. An error leaves them as they were."""
+        """Reads the updates off the weights. On an error the weights are restored."""
         starts, lent = self._starts(decision), self._lent() if self._uses_masters else []
         moved = [entry for entry in self.entries if entry.param.grad is not None or not self.slots.is_default]
         lost = [self._uses_masters and is_discarded(self.base, entry.param) for entry in moved]
@@ -123,7 +122,7 @@ class AroundBase(Plan):
             for entry, x, is_lost in zip(moved, stepped, lost, strict=True):
                 update = (local(x) - olds[x]) / stretch
                 local(x).copy_(olds[x])
-                if only_measures:  # the reference that begins below is in their place: no step takes more memory
+                if only_measures:  # frees memory for the reference that is created below
                     del olds[x]
                 if entry.param in starts:
                     self._begin(entry.param, starts[entry.param])
@@ -142,12 +141,12 @@ class AroundBase(Plan):
             closure = masters.synchronized(closure, pairs)
             result = self._step_base(lrs, decision.clip, applied=decision.applied, closure=closure)
         for each in lent:
-            if local(each.stand_in).data_ptr() != local(each.master).data_ptr():  # the base has put a new tensor there
+            if local(each.stand_in).data_ptr() != local(each.master).data_ptr():  # the base has replaced the tensor
                 local(each.master).copy_(local(each.stand_in))
         return result
 
     def _add(self, entry: Entry, x: Tensor, update: Tensor, decision: Decision) -> None:
-        """The scale times the base's update; at 0 it waits. `x` is the parameter, or its master."""
+        """Adds scale * update to `x`, the parameter or its master; while the scale is 0, the update is only stored."""
         p, after = entry.param, float(decision.afters[entry.tuner_index])
         if after == 0:
             local(self.base.state[p][REF]).add_(update)
@@ -159,9 +158,9 @@ class AroundBase(Plan):
     # ---------------------------------------------------------------- what is kept
 
     def _starts(self, decision: Decision) -> dict[Tensor, Tensor | None]:
-        """Parameters whose references begin in this step, and the weights that they begin with: None while they wait.
+        """The parameters that get a reference in this step, with its value, or None if their tuner has no scale yet.
 
-        At a tuner's first move these are all of its parameters: what had waited is dropped.
+        At a tuner's first move these are all of its parameters: the stored updates are dropped.
         """
         if not self._keeps or (self.is_complete and all(decision.befores)):
             return {}
@@ -175,7 +174,7 @@ class AroundBase(Plan):
         return starts
 
     def _keep(self, starts: dict[Tensor, Tensor | None], lent: Sequence[Lent]) -> None:
-        """Never before the base has its state: bases take an empty one for a new parameter."""
+        """Called after the base has created its state, since bases recognise a new parameter by its empty state."""
         for each in lent:
             self.base.state[each.param].setdefault(MASTER, each.master)
         for p, x in starts.items():
@@ -203,10 +202,10 @@ class AroundBase(Plan):
 
 
 def _stretch(moved: Sequence[Entry], olds: Sequence[Tensor], unit: float) -> float:
-    """A power of two to multiply the lr by where an update of lr * gradient would be lost in the weights' rounding.
+    """A power of two to multiply the lr by if an update of lr * gradient would be lost in the weights' rounding.
 
-    It may be far too much for bases whose updates are longer: they are exact all the same, and divided by it. 1 in 16
-    bits, which such updates could leave. It differs between ranks, so no weight may ever move by what is read off.
+    It may be far too large for bases with longer updates, which are exact all the same once divided by it. 1 for 16-bit
+    weights, whose range it could exceed. It differs between ranks, so no weight may ever move by what is read off.
     """
     lr = max((float(entry.group["lr"]) for entry in moved), default=0.0) / unit
     grads = [local(entry.param.grad) for entry in moved if entry.param.grad is not None]

@@ -1,4 +1,4 @@
-"""One step of the base, at other learning rates than its param groups' and on clipped gradients."""
+"""One step of the base with other learning rates than its param groups', on clipped gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BaseStep", "is_discarded", "warn_of_own_iterates"]
 
 
 class BaseStep:
-    """Of one base; `may_fuse`: torch's fused CPU kernels may be chosen for it, where it leaves that open."""
+    """Steps one base. `may_fuse`: use torch's fused CPU kernels if the base leaves the choice open."""
 
     def __init__(self, base: Any, params: Sequence[Tensor], *, may_fuse: bool) -> None:
         self.base, self._params = base, params
@@ -35,7 +35,7 @@ class BaseStep:
         applied: bool | Tensor = True,
         closure: Closure | None = None,
     ) -> Any:
-        """`applied`, where it is a tensor, tells a fused base on the device whether to leave this step out."""
+        """If `applied` is a tensor, it tells a fused base on the device whether to skip this step."""
         base, groups = self.base, self.base.param_groups
         fuses = self._may_fuse and self._have_rows()
         factors = self._factors(clip, applied, fuses)
@@ -58,41 +58,41 @@ class BaseStep:
                 vars(base).pop(name, None)
 
     def _factors(self, clip: float | Tensor, applied: bool | Tensor, fuses: bool) -> dict[str, Tensor]:
-        """What a fused base takes along with its step, as from a grad scaler. Others have their gradients clipped."""
+        """What a fused base takes with its step, as from a grad scaler. For other bases, clips the gradients here."""
         if isinstance(clip, Tensor):
             assert isinstance(applied, Tensor)
             return {"grad_scale": (1 / clip).float(), "found_inf": (1 - applied).float()}
         if clip >= 1:
             return {}
-        if fuses and self._is_in_float32:  # as the kernels' own factor is
+        if fuses and self._is_in_float32:  # the dtype of the kernels' own factor
             return {"grad_scale": torch.tensor(1 / clip, dtype=torch.float32)}
         grads = [local(p.grad) for group in self.base.param_groups for p in group["params"] if p.grad is not None]
         scale(grads, clip)
         return {}
 
     def _have_rows(self) -> bool:
-        """Whether the gradients are contiguous and of the weights' dtype, as all else was when the plan was made."""
+        """Whether the gradients are contiguous and of the weights' dtype. The plan has checked everything else."""
         grads = [p.grad for p in self._params if p.grad is not None]
         have_dtypes = False not in [p.grad.dtype == p.dtype for p in self._params if p.grad is not None]
         return have_dtypes and all(map(Tensor.is_contiguous, grads))
 
 
 def scale(grads: Sequence[Tensor], factor: float) -> None:
-    """Multiplies gradients in place, as torch.nn.utils.clip_grad_norm_ does."""
+    """Scales gradients in place, as torch.nn.utils.clip_grad_norm_ does."""
     torch._foreach_mul_(list(grads), factor)
 
 
 def is_discarded(base: Optimizer, p: Tensor) -> bool:
-    """The first update of 16-bit weights under an unrecognised base: its state is made for the weights themselves.
+    """Whether to drop the first update of 16-bit weights under an unrecognised base.
 
-    Only the base can say in which dtypes it keeps that. The weights' rounding, not the base, would decide how much of
-    the update there is.
+    That step has to run on the weights themselves, because only the base knows the dtypes of the state it creates, and
+    the weights' rounding would decide how much of the update is left.
     """
     return is_16_bit(p.dtype) and not known_bases.is_torchs_own(base) and not base.state.get(p)
 
 
 def warn_of_own_iterates(base: Optimizer, params: Sequence[Tensor], olds: Sequence[Tensor]) -> None:
-    """In the first step of some of the parameters, whose weights were `olds`; a base's name does not tell all."""
+    """Warns in a parameter's first step if the base keeps a copy of the weights. `olds` are the weights before it."""
     if known_bases.is_torchs_own(base):
         return
     for p, old in zip(params, olds, strict=True):

@@ -1,7 +1,7 @@
-"""The fused path: sums, decision and a known base's update in a few launches, of which the host waits for none.
+"""The fused path: sums, decision and a known base's update in a few launches, none of which the host waits for.
 
-The moments stay in the base's own state, under the base's own names, so that checkpoints and `demechanize` do not know
-the difference, and a run may change paths at any step. In float32, AdamW reads and writes 40 bytes a parameter, where
+The moments stay in the base's state under its own names, so that checkpoints and `demechanize` see no difference and a
+run may change paths at any step. In float32, AdamW reads and writes 40 bytes a parameter, where
 the base alone takes 28.
 """
 
@@ -32,13 +32,13 @@ __all__ = ["FusedPlan", "can_fuse"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADAM, _ADAMW, _SGD, _LION = range(4)
 _BLOCK, _WARPS, _PROGRAMS, _STEPS_BLOCK = 512, 4, 128, 128
-"""Elements a block, warps a program, programs on each of the GPU's processors: what was fastest on an H200."""
+"""Elements per block, warps per program, programs per multiprocessor: the fastest on an H200."""
 
 
 def can_fuse(base: Optimizer, entries: Sequence[Entry] = ()) -> bool:
     """Whether the fused pass knows this base with these settings, and these parameters."""
     if base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
-        return False  # they would not be called
+        return False  # the kernel would not call them
     for e in entries:
         x, grad = local(e.param), local(e.param.grad)
         if x.dtype not in _DTYPES or not triton_support.fits(x, grad):
@@ -51,7 +51,7 @@ def can_fuse(base: Optimizer, entries: Sequence[Entry] = ()) -> bool:
 
 
 def prepare(base: Optimizer, params: Sequence[Tensor]) -> None:
-    """Completes the base's state for the kernels: all of it there, and on the device."""
+    """Creates the base's missing state and puts it on the device, where the kernels need it."""
     for p in params:
         state = base.state[p]
         for name in _moments(base):
@@ -64,7 +64,7 @@ def prepare(base: Optimizer, params: Sequence[Tensor]) -> None:
 
 
 class FusedBatch(Batch):
-    """Parameters of one param group, which share launches."""
+    """Parameters of one param group that share launches."""
 
     def __init__(self, base: Optimizer, entries: Sequence[Entry]) -> None:
         super().__init__(base, entries)
@@ -90,7 +90,7 @@ class FusedBatch(Batch):
         return Kept(local(state[REF]), *(local(state[name]) if name in self.names else None for name in others))
 
     def _refuse_foreign_state(self) -> None:
-        """A kernel would read past the end of what is too short."""
+        """Rejects state of another shape or dtype: a kernel would read past its end."""
         names = [name for name in self.names if name != "step"]
         kinds = {name: self._kept[name][0].dtype for name in names}
         for index, p in enumerate(self.params):
@@ -104,7 +104,7 @@ class FusedBatch(Batch):
                     )
 
     def can_use_kernels(self) -> bool:
-        """Whether the state is where it was; a load, or a tool that moves it, puts other tensors there."""
+        """Whether the state is still in the same memory. Loading, and tools that move it, replace the tensors."""
         for name, tensors in self._kept.items():
             if not all(map(operator.is_, [state.get(name) for state in self._states], tensors)):
                 return False
@@ -113,20 +113,20 @@ class FusedBatch(Batch):
         return self.tensors.addresses.refresh(self.xs(), self.grads())
 
     def launch_key(self) -> tuple[Any, ...]:
-        """What the launches of a step are made with, besides the learning rate and what is on the device."""
+        """Everything a step's launches depend on, other than the learning rate and data on the device."""
         group = self.group
         flags = group.get("maximize"), group.get("nesterov"), group.get("betas"), group.get("decoupled_weight_decay")
         return self.tensors.launch_key(), self.tuner_index, self.weight, _constants(self.base, group), flags
 
     def lr(self, unit: float) -> Tensor:
-        """What a scale of 1 steps the base at, on the device."""
+        """The base's lr at a scale of 1, on the device."""
         lr = self.group["lr"]
         if isinstance(lr, Tensor):
             return lr.to(self.device, torch.float64) / unit
         return torch.full((), lr / unit, dtype=torch.float64, device=self.device)
 
     def apply(self, scales: Tensor, lr: Tensor) -> None:
-        """Steps the base at the scale; where the step is not made, touches nothing."""
+        """Steps the base at the scale. Writes nothing if the step is not made."""
         from mechanic_plugins.kernels import triton_fused as kernels
 
         batch, group = self.tensors, self.group
@@ -162,7 +162,7 @@ class FusedBatch(Batch):
         return self._kept[moments[0]][0].dtype if moments else self.tensors.xtype
 
     def _corrections(self, kernels: Any, scales: Tensor) -> Tensor:
-        """Counts Adam's step for every parameter, and its bias corrections."""
+        """Increments Adam's step counts and computes its bias corrections."""
         count = len(self.params)
         corrections = torch.empty(count, 2, device=self.device)
         logs = tuple(math.log(beta) if beta > 0 else -math.inf for beta in self.group["betas"])
@@ -176,10 +176,10 @@ class FusedBatch(Batch):
 
 
 class FusedPlan(Plan):
-    """For tuners that have begun, and parameters whose state is complete."""
+    """For tuners that have begun and parameters with complete state."""
 
     recording: object = None
-    """The launches as CUDA graphs: see `mechanic_plugins.optimizer.recording`."""
+    """The launches recorded as CUDA graphs: see `mechanic_plugins.optimizer.recording`."""
 
     def __init__(self, base: Optimizer, entries: Sequence[Entry]) -> None:
         prepare(base, [entry.param for entry in entries])
@@ -188,7 +188,7 @@ class FusedPlan(Plan):
         assert pointed
 
     def is_current(self) -> bool:
-        """The batches look at weights and state by themselves, where those are in memory."""
+        """The batches check the weights and the state by their addresses."""
         is_current = can_fuse(self.base) and self.has_same_groups()
         return is_current and all(batch.can_use_kernels() for batch in self.batches)
 
@@ -202,7 +202,7 @@ class FusedPlan(Plan):
         self.finish()
 
     def finish(self) -> None:
-        """All launches of the step are made."""
+        """Called after the last launch of a step."""
         for batch in self.batches:
             torch.autograd.graph.increment_version(batch.xs())
         self.base._opt_called = True  # type: ignore[attr-defined]  # for schedulers built on the base
@@ -231,7 +231,7 @@ def _kind(base: Optimizer, group: Group) -> int:
 
 
 def _constants(base: Optimizer, group: Group) -> tuple[float, float, float, float]:
-    """Weight decay, and the base's own three."""
+    """Weight decay, then up to three constants of the base's own."""
     decay = float(group["weight_decay"])
     if type(base) is torch.optim.SGD:
         return decay, float(group["momentum"]), 0.0, 0.0

@@ -1,10 +1,10 @@
-"""float32 masters: what a base steps in place of 16-bit weights.
+"""float32 masters, which the base steps in place of 16-bit weights.
 
-What a base adds to a 16-bit weight is lost where it is smaller than the weight's rounding, and Mechanic would learn
-from what is left. So the base is lent float32 weights, gradients and moments for the time of a step. Its state is kept
-in the dtypes that it has without Mechanic: plain checkpoints and `demechanize` see no difference.
+An update smaller than a 16-bit weight's rounding is lost, and Mechanic would learn from what is left. So the base is
+lent float32 weights, gradients and moments for the duration of a step. Its state is kept in the dtypes that it has
+without Mechanic: plain checkpoints and `demechanize` see no difference.
 
-A base that could not work with them steps the 16-bit weights themselves, with a warning: `why_not`.
+A base that cannot work with them steps the 16-bit weights themselves, with a warning: see `_why_not`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mechanic_plugins.passes.plan import Closure
 __all__ = ["Pairs", "are_usable", "in_the_place_of", "stand_in", "synchronized"]
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Parameters, and what stands in their place."""
+"""Parameters and their stand-ins."""
 
 _SEQUENCES = (list, tuple, deque)
 _SCALARS = ("step", "mu_product", "eta", "mu")
-"""What torch's optimizers keep as one float32 number for a parameter."""
+"""State that torch's optimizers keep as a single float32 number per parameter."""
 
 
 def are_usable(base: Optimizer, params: Iterable[Tensor]) -> bool:
-    """Whether some of these weights have 16 bits, and the base can step float32 copies. Warns where it cannot."""
+    """Whether some of these weights are 16-bit and the base can step float32 copies of them. Warns if it cannot."""
     params = [p for p in params if is_16_bit(p.dtype)]
     if not params:
         return False
@@ -52,7 +52,7 @@ def are_usable(base: Optimizer, params: Iterable[Tensor]) -> bool:
 
 
 def _why_not(base: Optimizer, params: Sequence[Tensor]) -> str | None:
-    """Why the base would meet tensors of two dtypes, or weights that its graph does not know."""
+    """Why the base cannot step float32 copies, or None."""
     options = [*vars(base).values(), *(value for group in base.param_groups for value in group.values())]
     if any(isinstance(value, torch.dtype) and is_16_bit(value) for value in options):
         return "it casts to a dtype of its own"
@@ -64,7 +64,7 @@ def _why_not(base: Optimizer, params: Sequence[Tensor]) -> str | None:
 
 
 def _is_within_reach(value: Any) -> bool:
-    """Whether `_mapped` finds all tensors in there."""
+    """Whether `_mapped` reaches all tensors inside."""
     if type(value) is dict:
         return all(map(_is_within_reach, value.values()))
     if type(value) in _SEQUENCES:
@@ -73,16 +73,16 @@ def _is_within_reach(value: Any) -> bool:
 
 
 def stand_in(p: Tensor, wide: Tensor) -> Tensor:
-    """Has a parameter's attributes and the memory of `wide`, which is like it in float32."""
+    """A tensor with the parameter's attributes and the memory of `wide`, its float32 copy."""
     twin = wide.detach()
-    for name, value in vars(p).items():  # a DTensor's hold its local tensor: this has its own
+    for name, value in vars(p).items():  # but not a DTensor's local tensor
         vars(twin).setdefault(name, value)
     return twin.requires_grad_(p.requires_grad)
 
 
 @contextmanager
 def in_the_place_of(base: Optimizer, pairs: Pairs) -> Iterator[None]:
-    """Lends the base what stands in; an error leaves weights and moments as they were."""
+    """Lends the base the stand-ins. On an error weights and moments stay as they were."""
     twins = {id(p): twin for p, twin in pairs}
     lists = [group["params"] for group in base.param_groups]
     try:
@@ -104,10 +104,10 @@ def in_the_place_of(base: Optimizer, pairs: Pairs) -> Iterator[None]:
 
 
 def synchronized(closure: Closure | None, pairs: Pairs) -> Closure | None:
-    """For bases that evaluate the loss again where they have moved to: the model knows the weights, not the twins."""
+    """For bases that re-evaluate the loss after moving: copies the stand-ins to the weights, which the model uses."""
     if closure is None or not pairs:
         return closure
-    calls = iter([closure])  # the first call only hands over the loss that was evaluated before
+    calls = iter([closure])  # the first call only returns the loss evaluated before
 
     def again() -> Any:
         if (first := next(calls, None)) is not None:
@@ -137,7 +137,7 @@ def _take_back(base: Optimizer, p: Tensor, twin: Tensor) -> None:
 
 
 def _mapped(change: Callable[..., Tensor], value: Any, other: Any = None) -> Any:
-    """The same structure with other tensors; `other` is a structure like it, or not."""
+    """Applies `change` to every tensor in a nested structure, along with its counterpart in `other`, if alike."""
     alike = type(value) is type(other)
     if isinstance(value, Tensor):
         return change(value, other)
@@ -151,15 +151,15 @@ def _mapped(change: Callable[..., Tensor], value: Any, other: Any = None) -> Any
 
 
 def _wide(value: Tensor, _: Any) -> Tensor:
-    """Quantized tensors show a dtype that they have not: they are left alone."""
+    """The value in float32. Quantized tensors, which only claim a 16-bit dtype, are left alone."""
     is_plain = type(local(value)) in (Tensor, torch.nn.Parameter)
     return value.to(torch.float32) if is_plain and is_16_bit(value.dtype) else value
 
 
 def _narrow(new: Tensor, old: Any, *, like: Tensor | None) -> Tensor:
-    """The dtype it had; what is new gets the parameter's, as if made like it, or loaded by torch, except scalars.
+    """The value in the dtype it had. New tensors get the parameter's dtype, scalars excepted, as torch would do.
 
-    A parameter without dimensions has moments without any: the names of torch's scalars tell them apart.
+    The moments of a 0-dim parameter are 0-dim as well, so torch's scalars are recognised by name.
     """
     if isinstance(old, Tensor):
         if new is old or not is_16_bit(old.dtype):

@@ -1,4 +1,4 @@
-"""What a step walks over: parameters in batches of one kind, set up once and used while nothing but data changes."""
+"""What a step iterates over: batches of like parameters, set up once and reused while only data changes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Group = dict[str, Any]
 Sums = list[float]
 _DG, _GG, _XX, _DX, _DD, _DP = range(len(SUMS))
 _OPTIONS = ("maximize", "weight_decay", "foreach", "fused", "capturable", "momentum")
-"""Of a param group, which a user may change between steps, and a plan depends on."""
+"""Options of a param group that a plan depends on; users may change them between steps."""
 
 
 class Entry(NamedTuple):
-    """A parameter that takes part in a step, its param group and tuner, and its weight in the sums."""
+    """A parameter that takes part in a step, with its param group, its tuner and its weight in the sums."""
 
     param: Tensor
     group: Group
@@ -51,9 +51,9 @@ class Entry(NamedTuple):
 
 
 class Batch:
-    """Parameters of one tuner, weight, dtype and device, and the tensors beside them that the sums are taken of.
+    """Parameters with the same tuner, weight, dtype and device, and the other tensors that enter their sums.
 
-    `wides` stand for the weights, where these have 16 bits; `refs` is None where nothing is kept.
+    `wides` are the masters of 16-bit weights; `refs` is None if nothing is kept.
     """
 
     def __init__(self, base: Optimizer, entries: Sequence[Entry]) -> None:
@@ -66,7 +66,7 @@ class Batch:
         self.is_complex = self.params[0].is_complex()
         self.device: torch.device = local(self.params[0]).device
         self.given: list[Tensor | None] | None = None
-        """The gradients, where they are not the parameters' own."""
+        """The gradients, if they are not the parameters' own."""
         self.refs: list[Tensor] | None = None
         self.wides: list[Tensor] | None = None
         self._kernels: TritonBatch | None = None
@@ -75,14 +75,14 @@ class Batch:
 
     @staticmethod
     def kind(base: Optimizer, entry: Entry) -> tuple[Any, ...]:
-        """What entries of one batch have in common."""
+        """The key that all entries of a batch share."""
         x, group = local(entry.param), entry.group
         loss = bool(group.get("maximize")), known_bases.l2_penalty(base, group)
         is_even = x.device.type == "cpu" or triton_support.is_even(x)
         return entry.tuner_index, entry.weight, x.dtype, x.device, is_even, is_dtensor(entry.param), *loss
 
     def grads(self) -> list[Tensor | None]:
-        """This rank's part of the gradients."""
+        """This rank's shards of the gradients."""
         if self.given is not None:
             return self.given
         if self.is_sharded:
@@ -91,15 +91,15 @@ class Batch:
         return [p.grad for p in self.params]
 
     def xs(self) -> list[Tensor]:
-        """This rank's part of the weights. Never kept across steps: FSDP may put another tensor there."""
+        """This rank's shards of the weights. Never kept across steps: FSDP may replace the tensors."""
         if self.wides is not None:
             return [exact(local(p), local(wide)) for p, wide in zip(self.params, self.wides, strict=True)]
         return [local(p) for p in self.params] if self.is_sharded else self.params
 
     def add_sums(self, out: Sums, *, is_waiting: bool, with_decay: bool = False) -> None:
-        """Adds this batch's share to its tuner's sums, and its gradients to the count at the end.
+        """Adds this batch's contribution to its tuner's sums, and its number of gradients to the count at the end.
 
-        `is_waiting`: the refs are the differences themselves. `with_decay`: <d, x> and <x, x> are wanted.
+        `is_waiting`: the refs hold d itself. `with_decay`: <d, x> and <x, x> are needed.
         """
         if self._kernels is not None and not (is_waiting or with_decay) and self.can_use_kernels():
             vector = empty_sums((len(out) - 1) // len(SUMS), self.device)
@@ -125,7 +125,7 @@ class Batch:
         out[-1] += len(grads) - missing
 
     def use_kernels(self) -> None:
-        """Has Triton take the sums, where it can."""
+        """Has Triton compute the sums if it can."""
         xs, grads = [local(p) for p in self.params], self.grads()
         fits = all(triton_support.fits(x, grad) for x, grad in zip(xs, grads, strict=True))
         kinds = {triton_support.kind_of(x, grad) for x, grad in zip(xs, grads, strict=True)}
@@ -135,13 +135,13 @@ class Batch:
             self._kernels, self._places = TritonBatch(xs, grads, kept), self._places_now()
 
     def _places_now(self) -> list[int]:
-        """Tools that give their memory away for a while do so with all of them."""
+        """Addresses of a few tensors: tools that offload the state move all of it."""
         assert self.refs is not None
         kept = [self.refs[0], self.refs[-1], *(self.wides or [])[:1]]
         return [local(each).data_ptr() for each in kept]
 
     def can_use_kernels(self) -> bool:
-        """Whether Triton can take the sums in this step."""
+        """Whether Triton can compute the sums in this step."""
         if self._kernels is None:
             return False
         if self._places != self._places_now():
@@ -149,16 +149,17 @@ class Batch:
         return self._kernels.addresses.refresh([local(p) for p in self.params], self.grads())
 
     def add_device_sums(self, out: Tensor) -> None:
-        """As `add_sums`, by Triton, after `can_use_kernels`."""
+        """`add_sums` by Triton. Call `can_use_kernels` first."""
         assert self._kernels is not None
         self._kernels.add_sums(
             out, tuner_index=self.tuner_index, weight=self.weight, maximize=self.sign < 0, penalty=self.penalty
         )
 
     def add_sizes(self, out: Sums, *, is_first: bool) -> None:
-        """With a tuner's first gradient, three sums where its <x, x>, <d, x> and <d, p> would be, which are 0 then.
+        """Adds what `kernels.dots.sizes` measures in place of sums that are not needed early on.
 
-        With later gradients the last of the three alone, where <x, x> would be: see `kernels.dots.sizes`.
+        With a tuner's first gradient, three numbers in place of <x, x>, <d, x> and <d, p>; with later ones only the
+        last of them, in place of <x, x>.
         """
         xs = [local(p) for p in self.params]
         pairs = [(x, grad) for x, grad in zip(xs, self.grads(), strict=True) if grad is not None]
@@ -176,13 +177,13 @@ class Batch:
 
 
 def exact(x: Tensor, master: Tensor) -> Tensor:
-    """The master of 16-bit weights, where these are its rounding; those that were changed from outside themselves."""
+    """The exact value of 16-bit weights: the master's, or the weights' own where they were changed from outside."""
     x = x.detach()
     return torch.where(x == master.to(x.dtype), master, x.float())
 
 
 def _batches(base: Optimizer, entries: Iterable[Entry], slot: str, make: type[Batch]) -> list[Any]:
-    """Entries that one batch can hold, together. The first step of a parameter finds nothing in its slot."""
+    """The entries in batches. In a parameter's first step its slot is empty."""
     kinds: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
         has_one = slot in base.state.get(entry.param, ())
@@ -195,7 +196,7 @@ def _batches(base: Optimizer, entries: Iterable[Entry], slot: str, make: type[Ba
 
 
 def batches_of_parts(base: Optimizer, parts: Iterable[tuple[Entry, Tensor, Tensor | None]]) -> list[Batch]:
-    """Of weights as an engine has cut them up, each with its gradient and what is kept for it."""
+    """Batches of an engine's shards, each given with its gradient and its reference or delta."""
     kinds: dict[tuple[Any, ...], list[tuple[Entry, Tensor, Tensor | None]]] = {}
     for entry, grad, kept in parts:
         kind = id(entry.group), entry.param.dtype, grad.dtype, entry.param.device, kept is None
@@ -211,7 +212,7 @@ def batches_of_parts(base: Optimizer, parts: Iterable[tuple[Entry, Tensor, Tenso
 
 
 def add_sizes(batches: Iterable[Batch], out: Sums, new: Mapping[int, bool]) -> None:
-    """What is measured of tuners that begin; `new` tells whether this is the first gradient."""
+    """Adds the measurements for new tuners; the values of `new` tell whether this is their first gradient."""
     for index, is_first in new.items():
         for place in (_XX, _DX, _DP) if is_first else (_XX,):
             out[len(SUMS) * index + place] = 0.0
@@ -221,9 +222,9 @@ def add_sizes(batches: Iterable[Batch], out: Sums, new: Mapping[int, bool]) -> N
 
 
 def sums_of(batches: Iterable[Batch], waiting: Sequence[bool], *, with_decay: bool = False) -> Sums:
-    """The sums for each tuner and, last, how many gradients there are, weighted so that all ranks' add up.
+    """This rank's sums per tuner and, last, the number of gradients, weighted so that the ranks' vectors add up.
 
-    `waiting` and `with_decay` as in `Batch.add_sums`, the first for each tuner.
+    `waiting` (per tuner) and `with_decay` are those of `Batch.add_sums`.
     """
     out = [0.0] * (len(SUMS) * len(waiting) + 1)
     for batch in batches:
@@ -232,19 +233,19 @@ def sums_of(batches: Iterable[Batch], waiting: Sequence[bool], *, with_decay: bo
 
 
 class Plan:
-    """A way of making the steps of one optimizer, good as long as its parameters and their state stay the same."""
+    """How to make the steps of one optimizer. Valid while its parameters and their state stay the same."""
 
     def __init__(self, base: Optimizer, entries: Sequence[Entry], slot: str, make: type[Batch] = Batch) -> None:
-        """`slot` names what of a parameter's state the sums are taken of."""
+        """`slot` names the state that enters the sums: the reference or delta."""
         self.base, self.entries, self.slot = base, list(entries), slot
         self.params = [entry.param for entry in entries]
         self.batches = _batches(base, entries, slot, make)
         self.is_complete = all(batch.refs is not None for batch in self.batches)
-        """Whether every parameter was stepped before. Else the next step makes another plan."""
+        """Whether every parameter has been stepped before. If not, the next step makes another plan."""
         inside = set(map(id, self.params))
         every = [p for group in base.param_groups for p in group["params"]]
         self._outsiders = [p for p in every if id(p) not in inside]
-        """Parameters that never had a gradient: the first one they get ends the plan."""
+        """Parameters that never had a gradient. Their first one invalidates the plan."""
         self._groups = list(base.param_groups)
         self._options = [{name: group[name] for name in _OPTIONS if name in group} for group in base.param_groups]
         self._kinds = [(p.dtype, p.shape, p.device) for p in self.params]
@@ -254,9 +255,9 @@ class Plan:
         self._kept = [state.get(slot) for state in self._mine]
 
     def is_current(self) -> bool:
-        """Whether this step can follow the plan, if the optimizer's parameters are the same.
+        """Whether this step can follow the plan, given that the optimizer's parameters are the same.
 
-        Asked before every step: whole lists at a time, with as little python as can be.
+        Called before every step, so it compares whole lists with as little Python as possible.
         """
         return (
             self.has_same_groups()
@@ -266,7 +267,7 @@ class Plan:
         )
 
     def has_same_groups(self) -> bool:
-        """Whether the base has the param groups, the options and the states that it had."""
+        """Whether the base's param groups, options and states are the same objects as before."""
         base = self.base
         return (
             self.is_complete
@@ -278,11 +279,11 @@ class Plan:
         )
 
     def decides_on_device(self) -> bool:
-        """Whether this step's base can be told on the device what was decided there."""
+        """Whether the base can act on a decision made on the device, without the host."""
         return False
 
     def device_sums(self, tuners: int, device: torch.device) -> Tensor:
-        """As `sums_of`, on the device, where that decides."""
+        """`sums_of` on the device, when that decides."""
         out = empty_sums(tuners, device)
         for batch in self.batches:
             batch.add_device_sums(out)

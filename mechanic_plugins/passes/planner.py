@@ -1,4 +1,4 @@
-"""Which way a step goes over memory: in one pass where the base is known and on a GPU, else around the base."""
+"""Chooses how a step is made: fused with a known base on a GPU, else around the base."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _KEPT = 64
 
 
 def check_backend(backend: str) -> None:
-    """Refuses a name that is none of the backends."""
+    """Rejects unknown backends."""
     if backend not in get_args(Backend):
         choices = ", ".join(map(repr, get_args(Backend)))
         raise ValueError(f"backend must be one of {choices}, got {backend!r}: 'auto' takes the fastest that works.")
 
 
 class Planner:
-    """The plans of one base. Holds nothing that a checkpoint needs."""
+    """The plans of one base. Holds nothing that belongs in a checkpoint."""
 
     def __init__(self, base: Optimizer, backend: Backend, settings: Settings, slots: Slots) -> None:
         self.base, self.backend, self.settings, self.slots = base, backend, settings, slots
@@ -40,7 +40,7 @@ class Planner:
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 
     def uses_kernels(self, device: torch.device) -> bool:
-        """Whether what is on this device is left to Triton."""
+        """Whether Triton is used on this device."""
         if device not in self._uses_kernels:
             is_default = self.settings.rule == "relative"
             self._uses_kernels[device] = is_default and self.backend != "foreach" and triton_support.can_run(device)
@@ -55,7 +55,7 @@ class Planner:
         is_released: bool = False,
         has_begun: bool = False,
     ) -> Plan:
-        """What an earlier step has set up for those of the parameters that move, where it still fits; else a new plan.
+        """The plan of an earlier step with the same moving parameters if it is still valid, else a new one.
 
         `has_begun`: a kernel may decide.
         """
@@ -68,7 +68,7 @@ class Planner:
         return plan
 
     def forget(self) -> None:
-        """Drops all plans, with the tensors that they hold."""
+        """Drops all plans and the tensors they hold."""
         self._plans.clear()
 
     def _new(self, entries: Sequence[Entry], tuner_of: Sequence[int], is_released: bool, has_begun: bool) -> Plan:
@@ -84,7 +84,7 @@ class Planner:
         return AroundBase(base, entries, tuner_of, slots, **how)
 
     def _can_fuse(self, entries: Sequence[Entry]) -> bool:
-        """Whether this step can be made by the fused pass."""
+        """Whether the fused pass can make this step."""
         if self.backend in ("foreach", "triton") or not entries:
             return False
         possible = can_fuse(self.base, entries)

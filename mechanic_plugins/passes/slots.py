@@ -1,4 +1,4 @@
-"""What Mechanic keeps for each parameter: made, and laid out in memory as the parameter is."""
+"""The tensors that Mechanic keeps per parameter: creating them, and matching the parameter's memory layout."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ State = dict[str, Any]
 
 
 class Slots:
-    """Of an optimizer with the default rule, or with a published one."""
+    """What one optimizer keeps per parameter, which depends on its rule."""
 
     def __init__(self, rule: str, wanted: torch.dtype | None) -> None:
         """`wanted` is the option `delta_dtype`."""
         self.is_default, self.main, self._wanted = rule == "relative", main_slot(rule), wanted
 
     def dtypes(self, p: Tensor) -> dict[str, torch.dtype]:
-        """Of all that a parameter may have: a reference in the weights' own unless another is wanted, delta wider."""
+        """The dtype of each slot that a parameter may have. References have the weights' unless one was chosen."""
         if is_16_bit(p.dtype):
             return {REF: p.dtype, MASTER if self.is_default else DELTA: torch.float32}
         narrows = self._wanted == torch.bfloat16 and p.dtype in (torch.float32, torch.float64)
         return {self.main: torch.bfloat16 if narrows else p.dtype}
 
     def begin(self, p: Tensor, state: State, *, has_master: bool) -> None:
-        """Zeros: no update was made yet. With a published rule, 16-bit weights have a reference."""
+        """Creates the slots as zeros: no update yet. With a published rule, 16-bit weights also get a reference."""
         if self.main not in state:
             state[self.main] = torch.zeros_like(p, dtype=self.dtypes(p)[self.main], requires_grad=False)
         if not self.is_default and is_16_bit(p.dtype) and REF not in state:
@@ -40,17 +40,17 @@ class Slots:
             self.put(p, state, MASTER, local(p))
 
     def are_complete(self, state: Mapping[Any, State], params: Iterable[Tensor]) -> bool:
-        """Whether all that these parameters may have is there."""
+        """Whether these parameters have all their slots."""
         return all(self.dtypes(p).keys() <= state.get(p, {}).keys() for p in params)
 
     def put(self, p: Tensor, state: State, name: str, value: Tensor) -> None:
-        """A copy of `value`, which is local. Engines have views of what is there: it is never replaced."""
+        """Copies `value`, a local tensor, into a slot. Existing tensors are kept: engines may hold views of them."""
         if name not in state:
             state[name] = torch.empty_like(p, dtype=self.dtypes(p)[name], requires_grad=False)
         local(state[name]).copy_(value.detach())
 
     def adopt(self, p: Tensor, state: State, played: float) -> None:
-        """From a checkpoint of format 3, which had delta: x_ref = x - played * delta."""
+        """Converts delta, from a checkpoint of format 3, to a reference: x_ref = x - played * delta."""
         if not self.is_default or DELTA not in state:
             return
         delta, x = local(state.pop(DELTA)), local(p).detach()
@@ -65,9 +65,9 @@ class Slots:
         self.put(p, state, MASTER, torch.where(exact.to(x.dtype) == x, exact, x.float()))
 
     def conform(self, p: Tensor, state: State) -> None:
-        """Gives the state the parameter's memory layout, since its memory format or dtype may have changed.
+        """Gives the state the parameter's memory layout, in case its memory format or dtype has changed.
 
-        Kernels walk both as flat memory. Quantized moments, which are no plain floating tensors, are left alone.
+        Kernels read both as flat memory. Quantized moments, which are not plain floating-point tensors, are left alone.
         """
         ours = self.dtypes(p)
         for name in {DELTA, MASTER, REF} & state.keys() - ours.keys():
@@ -88,6 +88,6 @@ def _laid_out_like(p: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
         return kept
     twin = torch.empty_like(p, dtype=dtype, device=kept.device, requires_grad=False)
     if kept.dtype == dtype and local(kept).stride() == local(twin).stride():
-        return kept  # the parameter has gaps, which the state has not
+        return kept  # the parameter has gaps; the state has none
     local(twin).copy_(local(kept))
     return twin

@@ -1,6 +1,6 @@
-"""The published rules, x = x_ref + S * Delta: the scale multiplies the past, so the sum of all updates is kept.
+"""The published rules, x = x_ref + S * Delta: the scale also multiplies past updates, so their sum is kept.
 
-Slow and plain: a copy of the weights, the base's own step, and Mechanic's move. Works with any base.
+Plain rather than fast: a copy of the weights, the base's own step, then Mechanic's move. Works with any base.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["WithDelta"]
 
 
 class WithDelta(AroundBase):
-    """Every step is read off the weights, and every parameter follows the scale."""
+    """Reads each update off the weights; every parameter follows the scale."""
 
     def apply(self, decision: Decision, *, unit: float, closure: Closure | None) -> Any:
         return self._step_apart(decision, unit, closure)
@@ -46,7 +46,7 @@ class WithDelta(AroundBase):
 
 
 def _move(x: Tensor, delta: Tensor, update: Tensor, before: float, after: float) -> None:
-    """X + before * u + (after - before) * delta, the new one: a move that is small beside x, which is rounded once."""
+    """Sets x + before * u + (after - before) * delta, with the new delta: a small move, rounded only once."""
     delta.add_(update)
     if after == 0:
         x.add_(update.mul_(before).add_(delta, alpha=-before))
@@ -55,7 +55,7 @@ def _move(x: Tensor, delta: Tensor, update: Tensor, before: float, after: float)
 
 
 def _move_rounded(x: Tensor, delta: Tensor, ref: Tensor, update: Tensor, before: float, after: float) -> None:
-    """16 bits: x is the rounding of ref + scale * delta. Weights changed from outside take ref with them."""
+    """For 16-bit weights: x is the rounding of ref + scale * delta. If x was changed from outside, ref moves along."""
     was, now = (torch.tensor(scale, dtype=torch.float32, device=x.device) for scale in (before, after))
     expected = torch.addcmul(ref.float(), delta, was)
     moved_outside = x != expected.to(x.dtype)

@@ -24,7 +24,7 @@ _SITE = str(Path(__file__).parent / "site")
 
 
 def activate(plan: Plan) -> Watch:
-    """Waits for the program's imports; nothing heavy is loaded before them."""
+    """Acts when the program imports torch or a framework. Nothing heavy is loaded before that."""
     events = Events(plan.events)
     watch = Watch(plan, events)
     hook.install()
@@ -33,7 +33,7 @@ def activate(plan: Plan) -> Watch:
         wait_for(each, plan, events)
     if plan.replace:
         for package in ("lightning.pytorch", "pytorch_lightning"):
-            # by then the package is complete
+            # the package is complete by then
             hook.after_import(package, _log_in_lightning)
     atexit.register(watch.finish)
     return watch
@@ -53,7 +53,7 @@ def _with_ours(original: Callable[[str], list[Any]], group: str) -> list[Any]:
 
 @contextlib.contextmanager
 def told_to_children(plan: Plan) -> Iterator[tuple[Plan, Events]]:
-    """Within, python processes that are started get the plan; afterwards environment and file are cleaned up."""
+    """A context in which child Python processes get the plan. Cleans up the environment and the file afterwards."""
     events = Events.new()
     plan = replace(plan, events=events.path)
     before = {name: os.environ.get(name) for name in (VARIABLE, "PYTHONPATH")}

@@ -12,7 +12,7 @@ __all__ = ["parse"]
 
 _TORCHS_OWN = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 _BY_DEFAULT = tuple(Replacement(f"torch.optim.{name}") for name in _TORCHS_OWN.split())
-"""What a probe replaces by default."""
+"""The classes that a probe replaces by default."""
 
 
 def parse(words: list[str], usage: str) -> tuple[Plan, str, list[str]]:
@@ -22,7 +22,7 @@ def parse(words: list[str], usage: str) -> tuple[Plan, str, list[str]]:
     parser.add_argument("--replace", type=_replacement, action="append", default=[])
     parser.add_argument("--options", action="append", default=[])
     parser.add_argument("--probe", type=_steps, default=0)
-    # DeepSpeed's launcher puts it before the script; it is moved after it, where the script expects it
+    # DeepSpeed's launcher puts it before the script, which expects it among its own arguments
     parser.add_argument("--local_rank")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("-h", "--help", action="store_true")

@@ -1,4 +1,4 @@
-"""What a command line asks for, and what happened: both in a form that all processes of a run share."""
+"""What a command line asks for, and what happened, in forms that all processes of a run share."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Plan:
     prefix: str = sys.prefix
 
     def to_text(self) -> str:
-        """For the environment."""
+        """Serialises the plan for the environment."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Plan:
-        """From what `to_text` wrote."""
+        """The inverse of `to_text`, after JSON parsing."""
         return cls(**{**values, "replace": tuple(Replacement(**each) for each in values["replace"])})
 
 
@@ -74,19 +74,19 @@ class Events:
         return cls(path)
 
     def note(self, kind: str, what: str = "") -> bool:
-        """Returns whether it is the first of its kind in this process."""
+        """Appends an event. Returns whether it is new in this process."""
         if (kind, what) in self._noted:
             return False
         self._noted.add((kind, what))
-        # the file is on the runner's machine: other nodes cannot write to it, and need not
+        # the file is on the runner's machine; other nodes need not write to it
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-            os.write(handle, f"{json.dumps([kind, what])}\n".encode())  # one short write: ranks do not interleave
+            os.write(handle, f"{json.dumps([kind, what])}\n".encode())  # one short write: no interleaving
             os.close(handle)
         return True
 
     def of(self, kind: str) -> set[str]:
-        """What all processes have noted."""
+        """What all processes noted under this kind."""
         if not Path(self.path).exists():
             return set()
         lines = map(json.loads, Path(self.path).read_text().splitlines())

@@ -32,7 +32,7 @@ _ANNOUNCED = tuple(10**k for k in range(1, 9))
 
 
 class _Run:
-    """One optimizer's run. It may outlive the optimizer, whose memory it does not keep."""
+    """One optimizer's run. May outlive the optimizer, and does not keep it alive."""
 
     def __init__(self, optimizer: MechanicOptimizer, probe: int) -> None:
         self.base, self.optimizer = type(optimizer.base), ref(optimizer)
@@ -43,7 +43,7 @@ class _Run:
         self.steps = self.calls = 0
 
     def record(self, optimizer: MechanicOptimizer) -> None:
-        """Without waiting for the device."""
+        """Records a step without waiting for the device."""
         self.history.record(optimizer)
         self.learned = optimizer.learned
 
@@ -64,7 +64,7 @@ class Recorder:
     """
 
     _speaker: ClassVar[ref[Recorder] | None] = None
-    """The first of this process: where a runner starts a runner, there are two."""
+    """The first one in this process, which prints. A runner started by a runner has two."""
 
     def __init__(self, probe: int, events: Events) -> None:
         self._probe, self._events = probe, events
@@ -89,20 +89,20 @@ class Recorder:
         if run.calls in _ANNOUNCED and not self._probe and self._speaks() and not _LOGGERS & sys.modules.keys():
             say(f"{run.base.__name__}: learning rate in force at step {run.calls}: {max(optimizer.effective_lrs):.3g}")
         if self._probe:
-            run.steps = int(optimizer.tuner.steps) - run.before  # not calls: DeepSpeed steps part by part
+            run.steps = int(optimizer.tuner.steps) - run.before  # not the calls: DeepSpeed steps in parts
             if self._is_complete():
                 self._report_probe()
                 sys.exit(self._status())
 
     def _is_complete(self) -> bool:
-        """All optimizers made their steps, as a GAN's two do, or one made twice as many and the others rest."""
+        """Whether all optimizers made their steps, or one made twice as many while the others rest."""
         steps = [run.steps for run in self._runs]
         return min(steps) >= self._probe or max(steps) >= 2 * self._probe
 
     def _status(self) -> int:
-        """0, except in a process started by multiprocessing, whose parent would wait for its result forever.
+        """The exit status: 0, except under multiprocessing, where a parent would wait for its result forever.
 
-        The first that fails ends the others, so they let rank 0 report first.
+        The first process to fail ends the others, so each waits until rank 0 has reported.
         """
         if parent_process() is None:
             return 0
@@ -112,10 +112,10 @@ class Recorder:
         return STOPPED
 
     def finish(self) -> None:
-        """The program has ended by itself."""
+        """Called when the program has ended by itself."""
         if self._probe:
             self._report_probe()
-        elif self._speaks() and "transformers.trainer" not in sys.modules:  # whose callback reports it
+        elif self._speaks() and "transformers.trainer" not in sys.modules:  # its callback reports it
             for run in self._runs:
                 for line in run.said():
                     say(line)
@@ -151,6 +151,6 @@ def _code(run: _Run, lr: float) -> str:
     if len(set(groups)) == 1:
         module = "torch.optim" if run.base.__module__.startswith("torch.optim.") else run.base.__module__
         return f"{module}.{run.base.__qualname__}(model.parameters(), lr={lr:.3g})  # your other arguments"
-    smallest = min(filter(None, groups))  # also for groups without trained weights
+    smallest = min(filter(None, groups))  # also given to groups without trained weights
     lrs = ", ".join(f"{group or smallest:.3g}" for group in groups)
     return f'for group, lr in zip(optimizer.param_groups, [{lrs}]): group["lr"] = lr'

@@ -34,7 +34,7 @@ def wait_for(replacement: Replacement, plan: Plan, events: Events) -> None:
 
 
 def _looked_up(name: str, module: ModuleType, plan: Plan) -> Any:
-    """The class, or None for a default that this torch lacks."""
+    """The class to replace, or None for a default that this torch lacks."""
     last = name.rpartition(".")[2]
     found = getattr(module, last, None)
     if found is None and plan.is_default:
@@ -70,7 +70,7 @@ class _Replaced:
             if is_meant and (args or kwargs):
                 return self._mechanized(cls, caller, args, kwargs)
             plain = self._plain(cls, args, kwargs)
-            if is_meant and caller.f_code.co_name == "__new__":  # a subclass's own, which kept the arguments to itself
+            if is_meant and caller.f_code.co_name == "__new__":  # a subclass's, which passed no arguments on
                 setattr(plain, MISSED, True)
             return plain
 
@@ -102,7 +102,7 @@ class _Replaced:
         return optimizer
 
     def _built(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
-        """The base, and what arguments it does not take."""
+        """The base, and the arguments that it does not take."""
         if self._base:
             base, left_out = _built_as(_imported(self._base), cls, args, kwargs)
             _pass_for_prodigy_plus(base, cls)
@@ -131,7 +131,7 @@ def _is_ours(caller: FrameType) -> bool:
 
 
 def _refuse_owner(cls: Any, caller: FrameType) -> None:
-    """Torch's ZeroRedundancyOptimizer gives each rank, and its optimizer-in-backward each parameter, one of its own."""
+    """Rejects building inside ZeroRedundancyOptimizer (one per rank) or optimizer-in-backward (one per parameter)."""
     module = str(caller.f_globals.get("__name__"))
     if module.startswith("torch.distributed.optim."):
         raise ValueError(
@@ -144,7 +144,7 @@ def _refuse_owner(cls: Any, caller: FrameType) -> None:
 
 
 def _default_base(old: Any) -> str:
-    """Prodigy is AdamW with a learned scale: with Mechanic in its place, AdamW remains."""
+    """AdamW for Prodigy, which is AdamW with a learned scale."""
     return "torch.optim.AdamW" if "prodigy" in old.__name__.lower() else ""
 
 
@@ -157,7 +157,7 @@ def _imported(name: str) -> Any:
 
 
 def _built_as(new: Any, old: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
-    """A base of another class from the old one's arguments and defaults, and the arguments it does not take."""
+    """A base of another class, built from the old one's arguments and defaults, and the arguments it does not take."""
     signature = inspect.signature(old.__init__)
     bound = signature.bind(None, *args, **kwargs)
     bound.apply_defaults()
@@ -195,7 +195,7 @@ def _wrap(optimizer: Any, kind: Any, base: Any, options: str) -> None:
 
 @functools.cache
 def class_for(old: Any, has_other_base: bool) -> Any:
-    """A mechanized class that passes for the old one. Pickles refer to this function."""
+    """A mechanized class in the guise of the old one. Pickles refer to this function."""
     from mechanic_plugins.optimizer import MechanicOptimizer
 
     entries: dict[str, Any] = dict((_defaults if has_other_base else _delegated)(old, MechanicOptimizer))
@@ -210,9 +210,9 @@ def class_for(old: Any, has_other_base: bool) -> Any:
 
 
 def _was_built(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Python calls `__init__` on what `__new__` returns, which is built already.
+    """The `__init__` that Python calls on the result of `__new__`, which is already built.
 
-    It is not where a program builds another one from the class and a param group of the first, as PyKEEN does.
+    It is not built if the program creates it from this class and a param group of another instance, as PyKEEN does.
     """
     if "base" not in vars(self) and (args or kwargs):
         from mechanic_plugins.core.param_state import PREFIX
@@ -232,7 +232,7 @@ def _defaults(old: Any, ours: type) -> list[tuple[str, Any]]:
 
 
 def _delegated(old: Any, ours: type) -> list[tuple[str, Any]]:
-    """The old class's own methods act on the base: its state is there."""
+    """The old class's own methods and attributes, delegated to the base, which holds the state."""
     from mechanic_plugins.optimizer.interface import of_the_base
 
     above = old.__mro__[: next(i for i, c in enumerate(old.__mro__) if c.__module__ == "torch.optim.optimizer")]

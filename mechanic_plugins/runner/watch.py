@@ -18,7 +18,7 @@ MISSED = "_mechanic_missed"
 
 
 def is_mechanic(kind: type) -> bool:
-    """By name: a process that builds none need not import ours."""
+    """Whether this is a mechanized class. Checked by name, so that other processes need not import ours."""
     return any(c.__name__ == "MechanicOptimizer" and c.__module__.startswith("mechanic_plugins.") for c in kind.__mro__)
 
 
@@ -29,15 +29,15 @@ class Watch:
         self._plan, self._events = plan, events
         self._seen: WeakSet[Any] = WeakSet()
         self._idle: list[Any] = []
-        """The first few that are mechanized and made no step so far. Kept alive until the end."""
+        """The first few mechanized optimizers that have made no step yet. Kept alive until the end."""
         self._stepped_by: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """The others, with the id of the `step` on the instance, if any, in their last step."""
+        """Those that have, with the id of the `step` set on the instance, if any, during their last step."""
         self._recorder: Any = None
         self._has_mechanic = False
         self._plain_steps = 0
 
     def install(self, module: ModuleType) -> None:
-        """Every optimizer calls `_patch_step_function` when it is built or unpickled."""
+        """Hooks `_patch_step_function`, which every optimizer calls when built or unpickled."""
         original = module.Optimizer._patch_step_function
 
         @functools.wraps(original)
@@ -52,7 +52,7 @@ class Watch:
         self._see_gradients(sys.modules["torch.autograd"])
 
     def _see_gradients(self, autograd: Any) -> None:
-        """Notes the first backward pass: a program may train without any optimizer."""
+        """Notes the first backward pass, since a program may train without any optimizer."""
         original = autograd.backward
 
         @functools.wraps(original)
@@ -105,7 +105,7 @@ class Watch:
             say(f"warning: {name} makes steps without Mechanic, and no {names} was built so far.")
 
     def finish(self) -> None:
-        """The program has ended."""
+        """Called when the program has ended."""
         for optimizer in [*self._idle, *self._stepped_by]:
             self._check_step(optimizer)
         if self._recorder is not None:
@@ -114,7 +114,7 @@ class Watch:
         self._stepped_by.clear()
 
     def _check_step(self, optimizer: Any) -> None:
-        """A `step` that the program put on the instance is fine if it calls ours: then our hook has seen it."""
+        """Notes a `step` that the program set on the instance and that does not call ours, and one never called."""
         step, name = vars(optimizer).get("step"), type(optimizer.base).__name__
         if step is not None and id(step) != self._stepped_by.get(optimizer):
             new = f"{getattr(step, '__module__', '?')}.{getattr(step, '__qualname__', step)}"

@@ -1,7 +1,7 @@
-"""Python runs this in every process that the runner's program starts, since its folder leads PYTHONPATH there.
+"""Python runs this in every process that the runner's program starts: its folder comes first on PYTHONPATH there.
 
-It puts the runner's plan to work, takes its folder off the path, and gives way to the sitecustomize that the process
-would have had.
+It activates the runner's plan, removes its folder from the path, and then runs the sitecustomize that the process would
+have had.
 """
 
 import importlib.util
