@@ -32,26 +32,14 @@ def _of_the_engine(engine: Any) -> Iterator[tuple[Any, str, str]]:
     split = engine.mp_world_size > 1 or engine.autotp_size() > 1
     yield engine.pipeline_parallelism, "a PipelineModule", "each stage would learn its own scale. Use ZeRO"
     yield split, "tensor parallelism", "it does not record which parameters are replicated. Use ZeRO alone"
-    yield (
-        getattr(engine, "zenflow", False),
-        "ZenFlow",
-        "it steps its own Adam outside the optimizer. Remove 'zenflow' from zero_optimization",
-    )
-    yield (
-        engine.super_offload(),
-        "SuperOffload",
-        "it steps its own Adam in another process. Set 'super_offload' to false",
-    )
+    yield getattr(engine, "zenflow", False), "ZenFlow", "it steps an Adam of its own. Remove 'zenflow' from the config"
+    yield engine.super_offload(), "SuperOffload", "it steps an Adam of its own. Set 'super_offload' to false"
     yield (
         is_half,
         "torch_autocast with float16",
         "its scaler may skip part of a step. Use bfloat16 there, or the 'fp16' section",
     )
-    yield (
-        low_master,
-        "low-precision master weights",
-        "they round away the small changes that the scale is learned from. Keep them in float32",
-    )
+    yield low_master, "low-precision master weights", "they round small updates away. Keep them in float32"
     yield is_on_nvme, "an optimizer on NVMe", "its state would be read twice per step. Offload it to 'cpu'"
     yield ratio != 1.0, f"an offload ratio of {ratio}", "a second optimizer steps the rest. Set 'ratio' to 1.0"
     yield (
@@ -69,16 +57,9 @@ def _of_the_optimizer(engine: Any, mechanic: MechanicOptimizer) -> Iterator[tupl
     has_master = engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()
     is_adagrad, is_muon = isinstance(base, torch.optim.Adagrad), "muon" in name.lower()
     yield is_adagrad and has_master, "torch.optim.Adagrad", "DeepSpeed replaces it with a new instance. Use AdamW"
-    yield (
-        is_muon and has_master,
-        name,
-        "DeepSpeed turns the gradients into updates before Mechanic sees them. Use AdamW",
-    )
-    yield (
-        type(base).__module__.startswith("deepspeed.runtime.fp16.onebit"),
-        name,
-        "it averages the gradients itself, inside its step. Use AdamW",
-    )
+    is_1bit = type(base).__module__.startswith("deepspeed.runtime.fp16.onebit")
+    yield is_muon and has_master, name, "DeepSpeed turns gradients into updates before Mechanic sees them. Use AdamW"
+    yield is_1bit, name, "it averages the gradients itself, inside its step. Use AdamW"
     yield (
         mechanic.max_grad_norm is not None,
         "mechanize(max_grad_norm=...)",

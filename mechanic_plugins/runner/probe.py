@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from multiprocessing import parent_process
-from typing import ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -29,6 +28,8 @@ _SETTINGS = {
 _LOGGERS = {"transformers.trainer", "lightning.pytorch", "pytorch_lightning"}
 """Our plugins log the learning rate in force there. Other programs log the lr of the param groups."""
 _ANNOUNCED = tuple(10**k for k in range(1, 9))
+_probes: set[int] = set()
+"""Those recorded in this process. A runner started by a runner records twice, and reports once."""
 
 
 class _Run:
@@ -63,18 +64,13 @@ class Recorder:
         events: Notes that something was probed.
     """
 
-    _speaker: ClassVar[ref[Recorder] | None] = None
-    """The first one in this process, which prints. A runner started by a runner has two."""
-
     def __init__(self, probe: int, events: Events) -> None:
         self._probe, self._events = probe, events
         self._runs: list[_Run] = []
         self._run_of: WeakKeyDictionary[MechanicOptimizer, _Run] = WeakKeyDictionary()
         self._has_reported = False
-        Recorder._speaker = Recorder._speaker or ref(self)
-
-    def _speaks(self) -> bool:
-        return Recorder._speaker is not None and Recorder._speaker() is self and is_first_rank()
+        self._speaks = probe not in _probes and is_first_rank()
+        _probes.add(probe)
 
     def record(self, optimizer: MechanicOptimizer) -> None:
         """Exits the program when a probe is complete, on every rank in the same step."""
@@ -86,7 +82,7 @@ class Recorder:
             self._runs.append(run)
         run.record(optimizer)
         run.calls += 1
-        if run.calls in _ANNOUNCED and not self._probe and self._speaks() and not _LOGGERS & sys.modules.keys():
+        if run.calls in _ANNOUNCED and not self._probe and self._speaks and not _LOGGERS & sys.modules.keys():
             say(f"{run.base.__name__}: learning rate in force at step {run.calls}: {max(optimizer.effective_lrs):.3g}")
         if self._probe:
             run.steps = int(optimizer.tuner.steps) - run.before  # not the calls: DeepSpeed steps in parts
@@ -115,7 +111,7 @@ class Recorder:
         """Called when the program has ended by itself."""
         if self._probe:
             self._report_probe()
-        elif self._speaks() and "transformers.trainer" not in sys.modules:  # its callback reports it
+        elif self._speaks and "transformers.trainer" not in sys.modules:  # its callback reports it
             for run in self._runs:
                 for line in run.said():
                     say(line)
@@ -125,7 +121,7 @@ class Recorder:
             return
         self._has_reported = True
         self._events.note("probed")
-        if self._speaks():
+        if self._speaks:
             for run in self._runs:
                 sys.stdout.write("\n".join(_lines(run, self._probe)) + "\n")
             sys.stdout.flush()
