@@ -19,7 +19,7 @@ try:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 except ImportError as error:
-    raise ImportError(f"mechanic_plugins.megatron cannot import it ({error}): pip install megatron-core") from error
+    raise ImportError(f"mechanic_plugins.megatron needs Megatron-Core ({error}): pip install megatron-core") from error
 import torch
 from torch import Tensor
 from typing_extensions import Unpack

@@ -122,7 +122,7 @@ def _lrs(series: Series) -> Series:
     found = {name.partition(LR)[2].strip("/-") or "lr": pairs for name, pairs in series.items() if LR in name}
     if not found:
         raise ValueError(
-            f"the log holds no {LR}: was the run made with Mechanic, and with its plugin to log it? "
+            f"the log holds no {LR}: was the run made with Mechanic, and with a plugin that logs it? "
             f"It has: {', '.join(sorted(series)) or 'nothing'}."
         )
     groups = {name: pairs for name, pairs in found.items() if name != "lr"}

@@ -139,9 +139,8 @@ def check_supported(base: Any) -> None:
     """
     if not isinstance(base, Optimizer):
         raise TypeError(
-            f"mechanize() takes a torch.optim.Optimizer or a subclass of it, got {type(base).__name__}: write "
-            "mechanize(torch.optim.AdamW(model.parameters())), and hand the result to the framework, not its wrapper "
-            "to mechanize()."
+            f"mechanize() takes a torch.optim.Optimizer or a subclass of it, got {type(base).__name__}: mechanize the "
+            "optimizer before a framework wraps it, as in mechanize(torch.optim.AdamW(model.parameters()))."
         )
     for name in (parent.__name__ for parent in type(base).__mro__):
         if why := _why_not(name):

@@ -149,7 +149,7 @@ _MAX_GRAD_NORM = _Allowed(
 _DELTA_DTYPE = _Allowed(
     "None, torch.float32 or torch.bfloat16",
     lambda x: x is None or x in (torch.float32, torch.bfloat16),
-    "it is what the weights at the start are kept in. bfloat16 halves their memory; None is the weights' own.",
+    "the starting weights are kept in it. bfloat16 halves their memory; None keeps the weights' own dtype.",
 )
 
 

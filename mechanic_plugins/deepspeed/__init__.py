@@ -121,8 +121,8 @@ def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **kwargs: 
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or torch.utils.cpp_extension.get_default_build_root()
     if not any(f"{builder.name}.so" in files for _, _, files in os.walk(root)):
         logger.warning(
-            f"DeepSpeed compiles its operator {builder.name} on first use, which may take minutes. If it hangs, since "
-            f"an earlier build was killed, remove {root}."
+            f"DeepSpeed compiles its operator {builder.name} on first use, which may take minutes. If it hangs "
+            f"because an earlier build was killed, remove {root}."
         )
     return original(builder, *args, **kwargs)
 

@@ -194,8 +194,8 @@ class Wrapper(Optimizer):
         self._keeper.forget()
         if not holds_tuner(self.param_groups):
             warnings.warn(
-                "the loaded state has no Mechanic in it: the base's moments are kept, and the scale is learned again "
-                "from the current weights.",
+                "the loaded state was saved without Mechanic: the base's moments are kept, and the scale is learned "
+                "from scratch, starting at the current weights.",
                 stacklevel=2,
             )
         self._keeper.hold()

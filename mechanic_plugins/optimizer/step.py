@@ -174,8 +174,8 @@ class MechanicOptimizer(Wrapper):
         by_kernel = is_free and self._planner.uses_kernels(device) and self._tuning.can_leave_to_device(progress)
         if is_free and not by_kernel and is_capturing(device):
             raise RuntimeError(
-                "a CUDA graph of the step can be captured once the scale is known: make "
-                f"{self._tuning.before_kernels} steps with a gradient first, without a graph."
+                "the step can be captured in a CUDA graph once the scale is known: make "
+                f"{self._tuning.before_kernels} steps with a gradient before the capture."
             )
         return by_kernel
 
@@ -243,7 +243,7 @@ class MechanicOptimizer(Wrapper):
         self._keeper.return_to_start(lost)
         warnings.warn(
             f"an update of {type(self.base).__name__} was more than {OUTLIER:g} times as long as those before it and "
-            "was dropped: the weights are back where they began, and the scale goes by the new length.",
+            "was dropped: the weights are back where they started, and the scale uses the new length.",
             stacklevel=4,
         )
 

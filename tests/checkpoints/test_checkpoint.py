@@ -140,7 +140,7 @@ def test_an_old_plain_checkpoint_starts_mechanic_mid_way_and_says_so(base: str, 
     saved = copy.deepcopy(plain.state_dict())
     opt = mechanize(ROWS[base].build(model.parameters(), lr=0.01))
     weights = copy.deepcopy(model.state_dict())
-    with pytest.warns(UserWarning, match=r"no Mechanic in it: the base's moments are kept.*learned again"):
+    with pytest.warns(UserWarning, match=r"saved without Mechanic: the base's moments are kept.*from scratch"):
         opt.load_state_dict(saved)
     for kept, state in zip(saved["state"].values(), opt.state.values(), strict=True):
         assert not differences({k: state[k] for k in kept}, kept)

@@ -118,7 +118,7 @@ def test_radam_survives_its_sixth_update(loss_scale: float, dtype: torch.dtype) 
 
 
 def test_a_first_update_that_is_next_to_nothing() -> None:
-    with pytest.warns(UserWarning, match="the weights are back where they began"):
+    with pytest.warns(UserWarning, match="the weights are back where they started"):
         assert fit(lambda model: StartsWithNothing(model.parameters())) < 0.2
 
 

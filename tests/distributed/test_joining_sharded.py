@@ -64,7 +64,7 @@ def test_mechanic_joins_a_sharded_run(ranks: Callable[[int], Ranks], tmp_path: P
     first, second = ranks(2)(join, str(tmp_path), form)
     assert first == second
     (warning,) = first["warnings"]
-    assert "no Mechanic in it: the base's moments are kept" in warning
+    assert "saved without Mechanic: the base's moments are kept" in warning
     assert first["moments"] == 5
     assert first["steps"] == 10
     assert first["scale"] > 0

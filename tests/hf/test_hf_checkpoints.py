@@ -71,7 +71,7 @@ def test_a_mechanized_checkpoint_in_a_plain_run_is_refused(
 def test_a_plain_checkpoint_in_a_mechanized_run_starts_mechanic_and_says_so(tmp_path: Path) -> None:
     source, _ = trained(tmp_path / "plain", optim="adamw_torch")
     argv = command_line(tmp_path / "mechanized", max_steps=END, resume_from_checkpoint=source)
-    with pytest.warns(UserWarning, match="no Mechanic in it: the base's moments are kept"):
+    with pytest.warns(UserWarning, match="saved without Mechanic: the base's moments are kept"):
         result = run(argv)
     assert result["logs"][-1]["mechanic/scale"] > 0
 

@@ -56,7 +56,7 @@ def test_the_checkpoint_loads_with_weights_only(tmp_path: Path) -> None:
 def test_mechanic_joins_a_run_that_began_without_it(pl: ModuleType, tmp_path: Path) -> None:
     """The moments are kept; the scale is learned from the loaded weights on."""
     half, _ = fit(pl, 2, mechanic=False, save=tmp_path / "plain.ckpt")
-    with pytest.warns(UserWarning, match="no Mechanic in it: the base's moments are kept"):
+    with pytest.warns(UserWarning, match="saved without Mechanic: the base's moments are kept"):
         rest, resumed = fit(pl, 4, ckpt_path=tmp_path / "plain.ckpt")
     (optimizer,) = resumed.optimizers
     assert {int(state["step"]) for state in optimizer.state.values()} == {4 * BATCHES}
