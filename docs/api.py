@@ -1,7 +1,7 @@
-"""Writes api.md from signatures and docstrings. Fails at a public member that nothing describes.
+"""Writes api.md from signatures and docstrings. Fails on a public member without a docstring.
 
 python docs/api.py           # what `make docs` runs
-python docs/api.py --check   # fails where the page is out of date
+python docs/api.py --check   # fails if the page is out of date
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ ATTRIBUTES = {
     },
     "MechanicCallback": {"history": "The `ScaleHistory` of the present run."},
 }
-"""What constructors set, and no docstring tells."""
+"""Attributes set in constructors, which have no docstring."""
 ENGINES = ("applying", "decide", "learned", "local_sums", "lrs", "reread_groups", "shares_by_engine", "tuner")
-"""Members for those who write a plugin."""
+"""Members for plugin authors."""
 HOOKS = re.compile(r"on_|setup$|teardown$")
-"""What a framework calls, and no user."""
+"""Methods called by frameworks, not by users."""
 HEAD = """# API
 
 Every public name. The classes of `mechanic_plugins.optim` (`AdamW`, `Adam`, `SGD`, `Adagrad`, `RMSprop`, `NAdam`,
@@ -61,25 +61,25 @@ accelerate for DeepSpeed.
 
 
 def page() -> str:
-    """The whole page."""
+    """Renders the whole page."""
     return "\n".join([HEAD, *(line for module in PUBLIC for line in section(module))])
 
 
 def section(module: str) -> Iterator[str]:
-    """What a module offers."""
+    """Renders the section of one module."""
     yield f"## {module}\n"
     for name in PUBLIC[module]:
         thing = getattr(importlib.import_module(module), name)
         yield f"### {name}\n"
-        if name not in ("MechanicOptimizer", "Mechanized"):  # which `mechanize` builds
+        if name not in ("MechanicOptimizer", "Mechanized"):  # built by `mechanize`
             yield f"```text\n{in_lines(name + arguments(thing))}\n```\n"
         yield f"{text_of(thing)}\n"
-        if inspect.isclass(thing) and name != "Mechanized":  # as MechanicOptimizer, which stands before it
+        if inspect.isclass(thing) and name != "Mechanized":  # same members as MechanicOptimizer above
             yield from members(thing)
 
 
 def members(cls: type) -> Iterator[str]:
-    """The public ones that this package adds; torch's and the frameworks' keep their own meaning."""
+    """Lists the public members that this package adds, not those inherited from torch or a framework."""
     found: dict[str, Any] = {}
     for parent in cls.__mro__:
         if parent.__module__.startswith("mechanic_plugins"):
@@ -96,9 +96,9 @@ def members(cls: type) -> Iterator[str]:
 
 
 def _is_ours(cls: type, name: str, value: Any) -> bool:
-    """Functions and properties that do not merely override torch's, whose text torch copies."""
+    """Whether it is our function or property and not a mere override, which would have torch's docstring."""
     function = value.fget if isinstance(value, property) else value
-    if not inspect.isfunction(function) or name in ("param_groups", "state", "defaults"):  # torch sets them
+    if not inspect.isfunction(function) or name in ("param_groups", "state", "defaults"):  # set by torch
         return False
     if not function.__doc__ and not any(hasattr(parent, name) for parent in _others(cls)):
         sys.exit(f"{cls.__name__}.{name} is public and has no docstring: write one, or begin its name with _")
@@ -110,7 +110,7 @@ def _others(cls: type) -> list[type]:
 
 
 def described(name: str, value: Any) -> str:
-    """A member's line, and one for each of its arguments and errors."""
+    """A line for the member and one for each of its arguments and errors."""
     paragraphs = (inspect.getdoc(value) or "").split("\n\n")
     lists = ("Args:", "Raises:", "Returns:")
     told = " ".join(" ".join(each.split()) for each in paragraphs if not each.startswith((*lists, "    ")))
@@ -126,19 +126,19 @@ def text_of_list(paragraph: str) -> list[str]:
 
 
 def arguments(thing: Any) -> str:
-    """Names and defaults; types are in the code."""
+    """Names and defaults, without types."""
     function = thing.__init__ if inspect.isclass(thing) else thing
     parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
     return str(inspect.Signature([p for p in parameters if p.name != "self"]))
 
 
 def in_lines(call: str) -> str:
-    """As wide as the page's column."""
+    """Wraps a call to the width of the page's column."""
     return textwrap.fill(call, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def text_of(thing: Any) -> str:
-    """The docstring as Markdown: its lists of arguments become lists."""
+    """The docstring as Markdown, with arguments and errors as lists."""
     lines = []
     for line in (inspect.getdoc(thing) or "").splitlines():
         if entry := re.match(r" {4}(\w+): (.*)", line):
@@ -153,7 +153,7 @@ def text_of(thing: Any) -> str:
 
 
 def main() -> None:
-    """Rewrites the page, or says that it is out of date."""
+    """Rewrites the page, or reports that it is out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     if not parser.parse_args().check:

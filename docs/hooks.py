@@ -1,7 +1,7 @@
-"""What mkdocs does with these pages beyond its own rules.
+"""mkdocs hooks for these pages.
 
-Pages link to files of the repository relatively, so that links work in a checkout and in a fork; on the site they
-lead to the repository. CONTRIBUTING.md and CHANGELOG.md, which belong in its root, become pages too.
+Pages use relative links to files of the repository, which work in a checkout and in a fork; on the site they point
+to the repository. CONTRIBUTING.md and CHANGELOG.md from its root become pages too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ logger = logging.getLogger("mkdocs.hooks")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages that live in the root."""
+    """Adds the pages from the repository's root."""
     for page, source in FROM_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turns links that leave the pages into links to the repository."""
+    """Points links that leave the pages to the repository."""
     folder = ROOT if page.file.src_uri in FROM_ROOT else ROOT / "docs"
 
     def replaced(match: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """Writes the tables of options.md from the code: the docstring of `mechanize`, and the constants of each rule.
 
 python docs/options.py           # what `make docs` runs
-python docs/options.py --check   # fails where the page is out of date
+python docs/options.py --check   # fails if the page is out of date
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONSTANTS = ("s_init", "s_decay", "eps")
 
 
 def arguments() -> dict[str, str]:
-    """What the docstring says of each option."""
+    """Each option's description in the docstring."""
     section = inspect.getdoc(mechanize).split("Args:\n")[1].split("\n\nRaises:")[0]  # type: ignore[union-attr]
     entries = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)[1:]
     return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
@@ -39,7 +39,7 @@ def options_table() -> str:
 
 
 def constants_table() -> str:
-    """What each published rule sets."""
+    """The constants of each published rule."""
     lines = [f"| `rule` | {' | '.join(f'`{name}`' for name in CONSTANTS)} |", "|---" * (1 + len(CONSTANTS)) + "|"]
     for rule, constants in PUBLISHED.items():
         lines.append(f"| `{_shown(rule)}` | {' | '.join(_shown(constants[name]) for name in CONSTANTS)} |")
@@ -47,7 +47,7 @@ def constants_table() -> str:
 
 
 def _explained(bracket: re.Match[str]) -> str:
-    """What the docstring says of a default that is worked out."""
+    """Formats the docstring's description of a computed default."""
     return f" (default: {bracket[1]})"
 
 
@@ -58,7 +58,7 @@ def _shown(value: Any) -> str:
 
 
 def updated(page: str) -> str:
-    """The page with the tables as the code has them now."""
+    """The page with up-to-date tables."""
     for name, table in (("options", options_table()), ("constants", constants_table())):
         marks = f"<!-- begin {name}: written by docs/options.py -->", f"<!-- end {name} -->"
         pattern = f"({re.escape(marks[0])}\n).*?({re.escape(marks[1])})"
@@ -68,7 +68,7 @@ def updated(page: str) -> str:
 
 
 def main() -> None:
-    """Rewrites the page, or says that it is out of date."""
+    """Rewrites the page, or reports that it is out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check

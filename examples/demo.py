@@ -49,7 +49,7 @@ HEAD = f"{'':10}{'lr':>10}{'train loss':>13}{'test loss':>12}{'test accuracy':>1
 
 @dataclass(frozen=True)
 class Run:
-    """The outcome of one training run. `lr` is the highest in force: given, or learned by Mechanic."""
+    """The outcome of a training run. `lr` is the highest effective rate, given or learned by Mechanic."""
 
     lr: float
     losses: list[float]
@@ -70,7 +70,7 @@ class Run:
 
 
 def digits(*, seed: int) -> tuple[Tensor, Tensor]:
-    """Images as rows of 64 values in [0, 1], and labels, shuffled. The last 500 are for testing."""
+    """Images as rows of 64 values in [0, 1], with labels, shuffled. The last 500 are for testing."""
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     return torch.as_tensor(pixels, dtype=torch.float32)[order] / 16, torch.as_tensor(labels)[order]
@@ -144,7 +144,7 @@ def best_of(sweep: Iterable[Run]) -> Run:
 
 
 def picture(mechanic: Run, *, sweep: Sequence[Run], title: str) -> Figure:
-    """The loss at the end by learning rate, and the learning rate in force over the steps."""
+    """Plots the final loss by learning rate, and the effective learning rate over the steps."""
     figure = Figure(figsize=(7, 3.3), layout="constrained")
     figure.suptitle(title, fontsize=10)
     final, lrs = figure.subplots(1, 2)

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_deepspeed.py --config examples/deepspeed_config.json
 
 The config's "optimizer" is "MechanicAdamW"; the import of mechanic_plugins.deepspeed is all that this script adds to a
-plain DeepSpeed one. To build the optimizer here instead, take "optimizer" out of the config and pass
+plain DeepSpeed one. To build the optimizer here instead, remove "optimizer" from the config and pass
 `optimizer=mechanize(torch.optim.AdamW(model.parameters()))` to `deepspeed.initialize`.
 """
 
@@ -18,7 +18,7 @@ from mechanic_plugins import MechanicOptimizer
 
 
 def batch(size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points in the plane, and which arm of a spiral each one lies on."""
+    """Points in the plane, with the spiral arm that each lies on as its label."""
     arm = torch.randint(0, 3, (size,), generator=generator)
     radius = torch.rand(size, generator=generator)
     angle = 4 * radius + 2.1 * arm + 0.1 * torch.randn(size, generator=generator)

@@ -4,12 +4,12 @@
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \
         examples/train_fsdp2.py --parallel hsdp --replicas 2                # on each of two, HOST being one of them
 
-Mechanic is the one line with `mechanize` in it, and needs to hear nothing of the sharding. A run that is started again
-goes on from its last checkpoint, also on another number of processes or with another `--parallel`. `--out` must be on
+Mechanic is the one line with `mechanize` in it and needs no knowledge of the sharding. When started again, the run
+resumes from its last checkpoint, even on another number of processes or with another `--parallel`. `--out` must be on
 a disk that all machines share. Without a GPU it runs on the CPU.
 
-`torchrun --max-restarts=3` starts it again by itself when a process dies. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-beside it: else the new processes look for the dead ones (https://github.com/pytorch/pytorch/issues/135712).
+`torchrun --max-restarts=3` restarts it when a process dies. Then also set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1:
+otherwise the new processes look for the dead ones (https://github.com/pytorch/pytorch/issues/135712).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from mechanic_plugins import MechanicOptimizer, mechanize
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to what came in."""
+    """Attention followed by an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)  # head by head, so that tensor parallelism can cut it
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # head by head, so that tensor parallelism can split it
         self.out = nn.Linear(width, width, bias=False)
         self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width, bias=False)
@@ -84,7 +84,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-# ---------------------------------------------------------------- how it is spread over the processes
+# ---------------------------------------------------------------- sharding over the processes
 
 
 def spread(model: GPT, args: argparse.Namespace, device: torch.device) -> None:
@@ -106,7 +106,7 @@ def spread(model: GPT, args: argparse.Namespace, device: torch.device) -> None:
 
 
 def cut_layers(model: GPT, mesh: DeviceMesh) -> None:
-    """Tensor parallelism; between the layers each process keeps a part of the sequence (dimension 1)."""
+    """Applies tensor parallelism; between layers, each process holds a part of the sequence (dimension 1)."""
     gather, scatter = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
     layers = {"norm1": SequenceParallel(), "qkv": gather, "out": scatter}
     layers |= {"norm2": SequenceParallel(), "up": gather, "down": scatter}
@@ -122,7 +122,7 @@ def cut_layers(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def read_text(path: Path | None) -> Tensor:
-    """The file's bytes; without one, the source of python's standard library."""
+    """The file's bytes, or the source of Python's standard library by default."""
     files = [path] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
@@ -130,7 +130,7 @@ def read_text(path: Path | None) -> Tensor:
 def batch_of(step: int, text: Tensor, args: argparse.Namespace) -> Tensor:
     """This process's part of a step's batch.
 
-    The batch depends on the step and the seed alone: neither a restart nor another number of processes changes it.
+    The batch depends only on step and seed: neither a restart nor another number of processes changes it.
     """
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     starts = torch.randint(len(text) - args.context, (args.batch,), generator=generator)
@@ -142,13 +142,13 @@ def batch_of(step: int, text: Tensor, args: argparse.Namespace) -> Tensor:
 
 
 class Checkpoints:
-    """Folders `step-00000100`, the last two of them. A folder has that name only once it is complete."""
+    """Keeps the last two folders `step-00000100`. A folder gets that name only once it is complete."""
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: MechanicOptimizer, scheduler: LambdaLR) -> None:
         self.folder, self.model, self.optimizer, self.scheduler = folder, model, optimizer, scheduler
 
     def save(self, step: int) -> None:
-        """Written under another name and then renamed: a run that is killed meanwhile keeps its last checkpoint."""
+        """Writes under another name, then renames: a run killed in between keeps its last checkpoint."""
         partial = self.folder / f"partial-{step:08}"
         dcp.save(self._state(), checkpoint_id=partial)  # returns when every process has written its shards
         if dist.get_rank() == 0:
@@ -157,7 +157,7 @@ class Checkpoints:
                 shutil.rmtree(old)
 
     def resume(self) -> int:
-        """Loads the last complete checkpoint, if any. Returns the number of steps made."""
+        """Loads the last complete checkpoint, if any. Returns the number of completed steps."""
         latest = [self._tidied()[-1:] if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(latest)
         if not latest[0]:
@@ -176,7 +176,7 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*"))
 
     def _tidied(self) -> list[Path]:
-        """The complete ones, after the rest of a save that was killed is gone."""
+        """Removes what an interrupted save left, and returns the complete checkpoints."""
         for partial in self.folder.glob("partial-*"):
             shutil.rmtree(partial)
         return self._finished()
@@ -202,7 +202,7 @@ def train_step(model: nn.Module, optimizer: MechanicOptimizer, batch: Tensor, ar
 
 
 def open_log(path: Path, step: int) -> TextIO:
-    """Without the lines that a killed run wrote after its last checkpoint: those steps are made again."""
+    """Opens the log without the lines that a killed run wrote after its last checkpoint: those steps are repeated."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
     return path.open("a")
@@ -226,7 +226,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     check(args)
     args.out.mkdir(parents=True, exist_ok=True)
     text = read_text(args.text)
-    torch.manual_seed(args.seed)  # the same weights on every process, before each keeps its shard
+    torch.manual_seed(args.seed)  # same weights on every process before sharding
     model = GPT(layers=args.layers, width=args.width, heads=args.heads, context=args.context).to(device)
     spread(model, args, device)
 
@@ -293,7 +293,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(args, device)
-    dist.barrier()  # a process that leaves early breaks the connections of the others
+    dist.barrier()  # a process that exits early breaks the others' connections
     dist.destroy_process_group()
 
 

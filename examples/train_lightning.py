@@ -3,8 +3,8 @@
     python examples/train_lightning.py
     tensorboard --logdir digits_logs          # mechanic/scale and mechanic/effective_lr beside the loss
 
-Mechanic is the one callback; everything else is what the script would be without. Afterwards `digits_lr.png` shows the
-learning rate that was learned. Needs: pip install '.[lightning,demo]' tensorboard
+Mechanic is the one callback; the rest of the script is the same without it. Afterwards `digits_lr.png` shows the
+learned learning rate. Needs: pip install '.[lightning,demo]' tensorboard
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mechanic_plugins.lightning import Mechanic
 
-matplotlib.use("Agg")  # writes a file, wants no window
+matplotlib.use("Agg")  # to a file, without a window
 
 
 class Digits(L.LightningDataModule):
@@ -63,13 +63,13 @@ class Classifier(L.LightningModule):
         self.log("accuracy", (self.net(x).argmax(1) == y).float().mean(), prog_bar=True)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters())  # its lr does not matter: Mechanic scales it
+        optimizer = torch.optim.AdamW(self.parameters())  # the lr does not matter: Mechanic scales it
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def plot(metrics: Path, picture: Path):
-    """The learned learning rate and the loss, over the steps."""
+    """Plots the learned learning rate and the loss over the steps."""
     from matplotlib import pyplot as plt
 
     with metrics.open() as lines:

@@ -1,9 +1,9 @@
 """A plain PyTorch loop with Mechanic: scikit-learn's digits, warm-up and cosine, clipping, checkpoints.
 
     python examples/train_plain.py                      # no learning rate to choose
-    python examples/train_plain.py --resume digits.pt   # go on from the last epoch that was saved
+    python examples/train_plain.py --resume digits.pt   # resume from the last saved epoch
 
-Mechanic is the one line with `mechanize` in it; everything else is what the loop would be without.
+Mechanic is the one line with `mechanize` in it; the rest of the loop is the same without it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def load_data():
 
 
 def batches(x, y, *, size, epoch):
-    """A shuffle that depends on the epoch alone: a resumed run sees the batches that it would have seen."""
+    """Batches in an order that depends on the epoch alone, so that a resumed run sees the same ones."""
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(epoch))
     return [(x[i], y[i]) for i in order.split(size)]
 
@@ -58,7 +58,7 @@ def accuracy(model, x, y):
 
 
 def save(path, epoch, parts):
-    """Written beside and then renamed: a run that is killed meanwhile keeps its last checkpoint."""
+    """Writes to another file, then renames: a run killed in between keeps its last checkpoint."""
     beside = path.with_suffix(".tmp")
     torch.save({"epoch": epoch, **{name: part.state_dict() for name, part in parts.items()}}, beside)
     beside.replace(path)

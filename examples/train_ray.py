@@ -1,10 +1,10 @@
 """Ray Train: a loop of your own on two workers, with Mechanic, checkpoints and restore.
 
-    python examples/train_ray.py                 # run it again: it goes on from its last checkpoint
+    python examples/train_ray.py                 # run it again to resume from the last checkpoint
     python examples/train_ray.py --epochs 20 --storage /shared/runs --name digits
 
-Mechanic is the one line with `mechanize` in it. The workers are DDP's replicas: they see equal gradients, and so learn
-the same scale. On several machines, `--storage` must be on a disk that all of them see.
+Mechanic is the one line with `mechanize` in it. The workers are DDP replicas: they see equal gradients and so learn
+the same scale. On several machines, `--storage` must be on a disk that all of them share.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def load_data():
 
 
 def batches(epoch, size):
-    """This worker's share. The shuffle depends on the epoch alone, so that a resumed run sees the same batches."""
+    """This worker's batches. The shuffle depends on the epoch alone, so that a resumed run sees the same batches."""
     x, y = load_data()
     context = train.get_context()
     order = torch.randperm(1500, generator=torch.Generator().manual_seed(epoch))
@@ -44,7 +44,7 @@ def accuracy(model):
 
 
 def report(metrics, state):
-    """Rank 0 saves: model and optimizer are the same on all workers."""
+    """Reports metrics. Only rank 0 saves, since model and optimizer are the same on all workers."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if train.get_context().get_world_rank() == 0:

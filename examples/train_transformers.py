@@ -1,10 +1,10 @@
 """Fine-tune a language model with transformers' Trainer and `optim="mechanic_adamw"`: no learning rate to choose.
 
     python examples/train_transformers.py --model path/to/a/pretrained/model --text book.txt
-    python examples/train_transformers.py        # a small GPT-2 from scratch, on the documentation of python's modules
+    python examples/train_transformers.py        # a small GPT-2 from scratch, on the documentation of Python's modules
     torchrun --nproc-per-node 2 examples/train_transformers.py
 
-Needs `pip install '.[transformers]'`. Everything that TrainingArguments knows can be added behind, as in
+Needs `pip install '.[transformers]'`. Any of TrainingArguments' options can be added, such as
 `--max_steps 500 --output_dir out --bf16`.
 """
 
@@ -34,7 +34,7 @@ import mechanic_plugins.transformers  # noqa: F401  the one line: --optim now kn
 
 @dataclass
 class Arguments:
-    """What this script takes beside transformers' own arguments."""
+    """This script's arguments, besides those of transformers."""
 
     model: str = field(default="", metadata={"help": "A folder with a pretrained model and its tokenizer."})
     text: str = field(default="", metadata={"help": "A text file; else the documentation of python's own modules."})
@@ -42,7 +42,7 @@ class Arguments:
 
 
 class Chunks(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """A long text in pieces of equal length."""
+    """A long text, cut into pieces of equal length."""
 
     def __init__(self, tokens: Tensor, length: int) -> None:
         self.pieces = tokens[: len(tokens) // length * length].view(-1, length)
@@ -67,7 +67,7 @@ def pretrained(path: str, text: str) -> tuple[PreTrainedModel, Tensor]:
 
 
 def from_scratch(text: str, length: int) -> tuple[PreTrainedModel, Tensor]:
-    """Its tokens are bytes, so it needs no tokenizer."""
+    """A small untrained GPT-2. Its tokens are bytes, so it needs no tokenizer."""
     config = GPT2Config(
         n_layer=2, n_head=4, n_embd=64, vocab_size=256, n_positions=length, bos_token_id=0, eos_token_id=0
     )

@@ -10,19 +10,19 @@ import pytest
 from ranks import Ranks
 from warm import Warm
 
-os.environ["WANDB_MODE"] = "disabled"  # transformers 4 reports to whatever is installed
+os.environ["WANDB_MODE"] = "disabled"  # transformers 4 reports to every installed logger
 
 POOLS = ("engines", "ranks")
-"""The fixtures that keep processes alive, which one worker should start and not both."""
+"""The fixtures that keep processes alive, each to be started by only one worker."""
 
 LONGEST = ("test_probe", "test_interpreted", "test_quality_benchmark", "test_short_runs", "test_run_launchers")
-"""Files of half a minute and more that need none of them, the longest first."""
+"""Files without these fixtures that take half a minute or more, longest first."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks what runs on ranks, and says what the workers of `make test` share out: a pool's tests, or a file's.
+    """Marks tests that run on ranks, and groups tests for the workers of `make test` by process pool or file.
 
-    Here, since xdist reads the groups before a conftest's `pytest_collection_modifyitems`.
+    Done here because xdist reads the groups before a conftest's `pytest_collection_modifyitems`.
     """
     if pool := _pool(item):
         item.add_marker(pytest.mark.ranks)
@@ -31,18 +31,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long goes first: at the end there should be small files left to even out the workers."""
+    """Runs long tests first, so that small files at the end even out the workers."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (not _pool(item), _place(item), item.path not in slow_files))
 
 
 def pytest_collection() -> None:
-    """All that is imported stays."""
+    """Disables garbage collection during imports, since whatever is imported stays."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """The Trainer collects garbage in every run, and would look through all of it each time."""
+    """Freezes what was imported: the Trainer collects garbage in every run and would scan all of it."""
     gc.enable()
     gc.freeze()
 
@@ -63,14 +63,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Warm]:
-    """`mechanic-run` by a process that has imported torch."""
+    """Runs `mechanic-run` from a process that has imported torch."""
     process = Warm()
     yield process
     process.stop()
 
 
 class DeepSpeedRanks(Ranks):
-    """They alone find the compiled operators in their environment."""
+    """Ranks with the compiled operators in their environment."""
 
     environment = build_ops.environment()
     imports: ClassVar[list[str]] = ["cpuinfo", "torch._inductor.compile_fx"]
@@ -78,7 +78,7 @@ class DeepSpeedRanks(Ranks):
 
 @pytest.fixture(scope="session")
 def compiled() -> None:
-    """DeepSpeed's CPU operators. `make test` has compiled them; a bare pytest does it here."""
+    """DeepSpeed's CPU operators, compiled by `make test`, or here under a bare pytest."""
     if reason := build_ops.why_not():
         assert not os.environ.get("CI"), f"{reason}: continuous integration must run these tests"
         pytest.skip(reason)
@@ -88,7 +88,7 @@ def compiled() -> None:
 
 @pytest.fixture(scope="session")
 def engines(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
-    """As `ranks`, for DeepSpeed alone: it keeps state in its modules that other distributed tests should not meet."""
+    """Like `ranks`, but only for DeepSpeed, whose modules keep state that other distributed tests should not see."""
     yield from _of_any_size(DeepSpeedRanks, tmp_path_factory, "deepspeed")
 
 

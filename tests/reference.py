@@ -1,14 +1,14 @@
 """Algorithm 1 of "Mechanic: A Learning Rate Tuner" (arXiv 2306.00144), written slowly and obviously in float64.
 
-This file judges the package. It was written from the paper, without looking at the package, and shares nothing with
-it: weights are recomputed as x_ref + S * Delta in every step, sums are taken one parameter at a time, and the tuner's
-vectors are numpy arrays. The letters are the paper's:
+This is the reference for the package. It was written from the paper, without looking at the package, and shares no
+code with it: weights are recomputed as x_ref + S * Delta in every step, sums are taken one parameter at a time, and
+the tuner's vectors are numpy arrays. The letters are the paper's:
 
     x_ref    the weights at the start             s, r, m, v   the tuner's vectors, one entry for each beta
     Delta    the sum of the base's updates        S            the sum of s, the scale
     u        the base's update at the weights x   h            the gradient that the tuner sees
 
-tests/reference_default.py judges the default rule, around a base in the same way.
+tests/reference_default.py is the reference for the default rule, built around a base in the same way.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ RULES = ("paper", "experiments", "optax", "theory")
 
 
 class Around:
-    """Stands around a torch optimizer and makes its updates at the weights x, which others move.
+    """Wraps a torch optimizer and computes its updates at the weights x, which subclasses move.
 
     Usage: `judge = Judge(params, lambda copies: torch.optim.SGD(copies, lr=1.0, foreach=False))`, then in each step
-    `judge.step(grads)` with the gradients at `judge.x`, None where a parameter has none. Learning rates are set on
-    `judge.base`.
+    `judge.step(grads)` with the gradients at `judge.x`, or None for a parameter without one. Learning rates are set
+    on `judge.base`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Around:
         self.grad_norm = 0.0  # before clipping
         self.x_ref = [p.detach().to(torch.float64, copy=True) for p in params]
         self.x = [p.clone() for p in self.x_ref]
-        self.copies = [p.clone() for p in self.x_ref]  # what the base steps
+        self.copies = [p.clone() for p in self.x_ref]  # the weights that the base steps
         self.base_factory = base_factory
         self.base = base_factory(self.copies)
         self.had_grad = [False for _ in self.x]
@@ -66,16 +66,16 @@ class Around:
         return [i for i, copy in enumerate(self.copies) if any(copy is p for p in group["params"])]
 
     def clipped(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """As one long vector, no longer than `max_grad_norm`: what tuner and base see of them."""
+        """The gradients as tuner and base see them, with a total norm of at most `max_grad_norm`."""
         whole = torch.cat([torch.zeros(1).double(), *(grad.double().flatten() for grad in grads if grad is not None)])
         self.grad_norm = whole.norm().item()
         if self.max_grad_norm >= self.grad_norm + 1e-6:
             return list(grads)
-        share = self.max_grad_norm / (self.grad_norm + 1e-6)  # torch.nn.utils.clip_grad_norm_ adds that too
+        share = self.max_grad_norm / (self.grad_norm + 1e-6)  # as in torch.nn.utils.clip_grad_norm_
         return [None if grad is None else share * grad.double() for grad in grads]
 
     def minimised_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """The gradients of what is minimised, 0 where there is none."""
+        """The gradients of what is minimised, 0 if there is none."""
         g = [torch.zeros_like(x) if grad is None else grad.double() for x, grad in zip(self.x, grads, strict=True)]
         for group in self.base.param_groups:
             if group.get("maximize", False):
@@ -84,7 +84,7 @@ class Around:
         return g
 
     def base_update(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """What the base, standing at x_t, would add to it."""
+        """What the base would add to the weights at x_t."""
         for copy, x, grad in zip(self.copies, self.x, grads, strict=True):
             copy.copy_(x)
             copy.grad = None if grad is None else grad.to(torch.float64, copy=True)
@@ -92,7 +92,7 @@ class Around:
         return [copy - x for copy, x in zip(self.copies, self.x, strict=True)]
 
     def note_first_lrs(self) -> None:
-        """Each group's first learning rate above 0; a group that comes later counts for no more than the others."""
+        """Notes each group's first learning rate above 0; a late group's counts as no higher than the others'."""
         ceiling = max(self.first_lrs.values(), default=math.inf)
         for k, group in enumerate(self.base.param_groups):
             first = float(group.get("initial_lr", group["lr"]))
@@ -100,7 +100,7 @@ class Around:
                 self.first_lrs[k] = min(first, ceiling)
 
     def lr_of(self, share: list[int]) -> float:
-        """Where the schedule of these parameters stands: their highest lr, if all groups have moved alike."""
+        """The current lr of these parameters: the highest of their groups, if all have changed by the same factor."""
         groups = [(k, g) for k, g in enumerate(self.base.param_groups) if set(self.indices_of(g)) & set(share)]
         highest = max(float(group["lr"]) for _, group in groups)
         ratios = [float(group["lr"]) / self.first_lrs[k] for k, group in groups if k in self.first_lrs]
@@ -110,7 +110,7 @@ class Around:
 
 
 class Tuner:
-    """The map from h_1, h_2, ... to s."""
+    """Maps h_1, h_2, ... to s."""
 
     def __init__(self, rule: str, *, betas: Sequence[float], s_init: float, eps: float) -> None:
         self.rule = {
@@ -127,14 +127,14 @@ class Tuner:
         self.m: Vector = np.zeros(self.n)
         self.v: Vector = np.zeros(self.n)
         self.q: Vector = np.zeros(self.n)  # theory only
-        self.m_1 = 0.0  # theory only: the first |h| that is not 0
+        self.m_1 = 0.0  # theory only: the first nonzero |h|
         self.s: Vector = np.full(self.n, s_init) if rule in ("experiments", "optax") else np.zeros(self.n)
 
     def step(self, h: float) -> None:
         self.rule(h)
 
     def paper(self, h: float) -> None:
-        """Algorithm 1, with |h| in m."""
+        """Algorithm 1 with |h| in m."""
         beta = self.beta
         self.m = np.maximum(beta * self.m, abs(h))
         self.v = beta**2 * self.v + h**2
@@ -143,11 +143,11 @@ class Tuner:
         self.s = np.divide(wealth, np.sqrt(self.v) + self.eps, out=np.zeros(self.n), where=self.v > 0)
 
     def experiments(self, h: float) -> None:
-        """What the authors' experiments ran."""
+        """The rule of the authors' experiments."""
         self._unclamped(h, h_in_r=np.full(self.n, h))
 
     def optax(self, h: float) -> None:
-        """`optax.contrib.mechanize`: as the experiments, but the h that enters r is clipped."""
+        """`optax.contrib.mechanize`: like the experiments, but with a clipped h in r."""
         self._unclamped(h, h_in_r=np.clip(h, -self.m, self.m))
 
     def _unclamped(self, h: float, h_in_r: Vector) -> None:
@@ -159,7 +159,7 @@ class Tuner:
         self.s = wealth / (np.sqrt(self.v) + self.eps)
 
     def theory(self, h: float) -> None:
-        """The appendix's Algorithm 2, with |h| in m and the sign of q that its proof uses."""
+        """The appendix's Algorithm 2 with |h| in m and with q's sign as in its proof."""
         beta = self.beta
         h_hat = np.clip(h, -self.m, self.m)
         self.m = np.maximum(beta * self.m, abs(h))
@@ -184,7 +184,7 @@ class Part:
         self.h = 0.0
 
     def step(self, x: Tensors, Delta: Tensors, g: Tensors, s_decay: float, max_scale: float) -> None:
-        """Tune at the weights x, with the sum of updates Delta that they were made of and the gradient g there."""
+        """Tunes at the weights x, given the sum of updates Delta that led to them and the gradient g there."""
         xx = inner(x, x)
         decay = s_decay * self.S * math.sqrt(inner(g, g)) * inner(Delta, x) / math.sqrt(xx) if xx > 0 else 0.0
         self.h = inner(Delta, g) + decay
@@ -224,7 +224,7 @@ class Reference(Around):
         u = self.base_update(grads)
         self.find_c()
         for part in self.parts:
-            if self.c is not None:  # with no learning rate seen yet Delta is 0: there is nothing to tune
+            if self.c is not None:  # before the first learning rate above 0, Delta is 0 and there is nothing to tune
                 counted = [i for i in part.indices if self.had_grad[i]]
                 x, Delta = [self.x[i] for i in counted], [self.Delta[i] for i in counted]
                 part.step(x, Delta, [g[i] for i in counted], self.s_decay * self.c, self.max_scale)
@@ -233,7 +233,7 @@ class Reference(Around):
                 self.x[i] = self.x_ref[i] + part.S * self.Delta[i]
 
     def find_c(self) -> None:
-        """At the first learning rate above 0: the constants, stated for a rate of 1, become those for a rate of c."""
+        """At the first learning rate above 0, converts the constants, given for a rate of 1, to a rate of c."""
         lr = max(float(group.get("initial_lr", group["lr"])) for group in self.base.param_groups)
         if self.c is None and lr > 0:
             self.c = lr
@@ -243,7 +243,7 @@ class Reference(Around):
                 part.tuner.eps *= lr
 
     def vectors(self, name: str) -> Vector:
-        """The tuner's s, r, m or v: n entries, or with scope="group" a row of them for each group."""
+        """The tuner's s, r, m or v: n entries, or with scope="group" a row of n for each group."""
         rows = np.stack([getattr(part.tuner, name) for part in self.parts])
         return rows if self.scope == "group" else rows[0]
 

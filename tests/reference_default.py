@@ -1,13 +1,13 @@
-"""The default rule, written slowly and obviously in float64. It judges the package and shares nothing with it.
+"""The default rule, written slowly and obviously in float64. The package's reference, which shares no code with it.
 
-Nothing is kept of the past moves but where the weights are: D = x - x_ref. For the parameters that share a scale:
+All that is kept of past moves is the weights' displacement D = x - x_ref. For the parameters that share a scale:
 
-    size  = (gradients that are not 0)^(3/8) * root of the mean of min(|x|, 1)^2 over the weights that are not 0
-    w     = lr / highest lr: what a step counts
-    p     = w * S / mean of S over the run, at most w: what its evidence counts
-    U^2   = the mean of |D|^2 / sum((S * lr)^2) over the run, by w; at first 2 |u| / lr of the update that is not made
-    z     = -<D, g>, with the gradient of the penalty in g, where the base adds one
-    rho   = sum(p * z) / sqrt(sum(p * z^2) * 40); these fade by 1 - p / 40 a step
+    size  = (number of nonzero gradients)^(3/8) * root of the mean of min(|x|, 1)^2 over the nonzero weights
+    w     = lr / highest lr: the weight of a step
+    p     = w * S / mean of S over the run, at most w: the weight of its evidence
+    U^2   = the mean of |D|^2 / sum((S * lr)^2) over the run, by w; at first U = 2 |u| / lr of an update not applied
+    z     = -<D, g>, including the penalty's gradient in g if the base adds one
+    rho   = sum(p * z) / sqrt(sum(p * z^2) * 40); these sums fade by 1 - p / 40 per step
     S     = PRIOR * size / (highest lr * U) * exp(3 * rho)
 """
 
@@ -23,15 +23,15 @@ from reference import Around, BaseFactory, Tensors, Vector, inner
 from torch import Tensor
 
 PRIOR = 0.2
-"""What a step should change of a typical weight."""
+"""The fraction of a typical weight that a step should change."""
 
 
 class Rule:
-    """The parameters that share one scale, and all that is known of them."""
+    """The parameters that share one scale, and their tuner's state."""
 
     def __init__(self, indices: list[int]) -> None:
         self.indices = indices
-        self.longest = 0.0  # outlives a false start no more than the rest does
+        self.longest = 0.0  # the longest gradient; reset by a false start, like the rest
         self.S = 0.0
         self.h = 0.0  # z per unit of S
         self.highest_lr = 0.0
@@ -45,7 +45,7 @@ class Rule:
         self.r = self.v = self.m = 0.0
 
     def measure(self, x: Tensors, g: Tensors) -> None:
-        """Once, over the parameters that have a gradient."""
+        """Measures size once, over the parameters that have a gradient."""
         squares = sum(p.clamp(-1, 1).square().sum().item() for p in x)
         nonzero = sum(int((p != 0).sum()) for p in x)
         touched = sum(int((p != 0).sum()) for p in g)
@@ -54,7 +54,7 @@ class Rule:
         self.typical, self.touched = typical, touched
 
     def count(self, g: Tensors) -> None:
-        """Layers behind one that starts at 0 have no gradient at first: the largest count of three is taken."""
+        """Takes the largest count of three gradients: layers behind one that starts at 0 have none at first."""
         if self.gradients < 3:
             self.touched = max(self.touched, sum(int((p != 0).sum()) for p in g))
             self.size = self.touched**0.375 * self.typical
@@ -82,9 +82,9 @@ class Default(Around):
     def __init__(self, params: Tensors, base_factory: BaseFactory, *, rule: str = "relative", **options: Any) -> None:
         assert rule == "relative"
         super().__init__(params, base_factory, **options)
-        self.waiting = [torch.zeros_like(p) for p in self.x_ref]  # updates that were not made
+        self.waiting = [torch.zeros_like(p) for p in self.x_ref]  # updates not applied
         self.parts = [Rule(share) for share in self.shares]
-        self.has_begun = False  # whether a learning rate above 0 was seen
+        self.has_begun = False  # whether a learning rate has been above 0
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         """Steps from the weights x_t, at which the gradients were taken, to x_{t+1}."""
@@ -115,7 +115,7 @@ class Default(Around):
             self.move(part, was, u, lr)
 
     def begin(self) -> None:
-        """At the first learning rate above 0: the highest lr, where a schedule has announced it."""
+        """At the first learning rate above 0, reads the highest lr that a schedule has announced."""
         if self.has_begun or not any(group.get("initial_lr", group["lr"]) > 0 for group in self.base.param_groups):
             return
         self.has_begun = True
@@ -163,7 +163,7 @@ class Default(Around):
             part.path = lr**2
 
     def begin_anew(self) -> None:
-        """The only gradient so far was a hundred times as long as this one, or as short: it is forgotten."""
+        """Forgets the only gradient so far, which was a hundred times longer or shorter than this one."""
         groups = self.base.param_groups
         self.base = self.base_factory(self.copies)
         for new, old in zip(self.base.param_groups, groups, strict=True):
@@ -174,12 +174,12 @@ class Default(Around):
         self.has_begun = False
 
     def norm_of(self, part: Rule, g: Tensors) -> float:
-        """Of the part's gradient."""
+        """The norm of the part's gradient."""
         mine = [g[i] for i in part.indices]
         return math.sqrt(inner(mine, mine))
 
     def penalty_of(self, i: int) -> float:
-        """The weight decay of a parameter, where the base adds it to the gradient."""
+        """The weight decay of a parameter if the base adds it to the gradient, otherwise 0."""
         added_by = ("SGD", "Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "ASGD")
         kind = next(kind for kind in type(self.base).__mro__ if kind.__module__.startswith("torch.optim"))
         group = next(group for group in self.base.param_groups if i in self.indices_of(group))

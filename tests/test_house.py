@@ -1,4 +1,4 @@
-"""Imports between the package's rooms point one way."""
+"""Imports between the package's rooms go only one way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mechanic_plugins import MechanicOptimizer
 
 PACKAGE = Path(mechanic_plugins.__file__).parent
 
-# From the ground up: a room imports from the rooms above it in this list, and from itself without going in circles.
+# From the ground up: a room imports only from itself, without cycles, and from rooms earlier in this list.
 ROOMS = {
     "core": {"core", "lion", "muon"},
     "kernels": {"kernels"},
@@ -58,7 +58,7 @@ def level_of(module: str) -> int:
 
 
 def imported_by(module: str) -> set[str]:
-    """The package's own modules that this one imports, anywhere in its text."""
+    """The package's own modules that this one imports anywhere in its code."""
     found = set()
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "mechanic_plugins":
@@ -99,7 +99,7 @@ def test_no_relative_imports_hide_from_the_tests_above() -> None:
 
 
 def test_kernels_have_no_chained_booleans() -> None:
-    """The Triton of torch 2.6 and 2.7 does not compile `a or b or c`, and is not what the tests have."""
+    """The Triton of torch 2.6 and 2.7, which the tests do not run with, cannot compile `a or b or c`."""
     chained = [
         f"{module}:{node.lineno}"
         for module in MODULES
@@ -121,7 +121,7 @@ def test_the_maths_knows_no_optimizer_and_no_distribution() -> None:
 
 @pytest.mark.slow
 def test_importing_and_training_load_no_framework() -> None:
-    """A second of start-up for each, and a broken one must not break those who do not use it."""
+    """Each would take a second of start-up, and a broken one must not break users who do not need it."""
     program = """
 import json, sys
 import torch
@@ -151,7 +151,7 @@ OVERRIDES = ["step", "state_dict", "load_state_dict", "add_param_group", "zero_g
 
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_overrides_keep_torchs_parameter_names(name: str) -> None:
-    """torch.distributed.checkpoint calls load_state_dict(state_dict=...): another name is a TypeError there."""
+    """torch.distributed.checkpoint calls load_state_dict(state_dict=...), where another name is a TypeError."""
     torchs = inspect.signature(getattr(torch.optim.Optimizer, name)).parameters
     ours = inspect.signature(getattr(MechanicOptimizer, name)).parameters
     assert [(p.name, p.kind, p.default) for p in torchs.values()] == [
@@ -160,7 +160,7 @@ def test_overrides_keep_torchs_parameter_names(name: str) -> None:
 
 
 def test_torch_has_no_method_that_reaches_past_the_wrapper() -> None:
-    """What we do not override must live with delegated groups and state: a new method of torch is to be looked at."""
+    """Methods that we do not override must work with delegated groups and state, so new ones in torch need a review."""
     known = {"OptimizerPreHook", "OptimizerPostHook", "profile_hook_step"} | {
         f"register_{what}_hook"
         for what in (

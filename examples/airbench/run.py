@@ -1,11 +1,11 @@
 """airbench94, a public record script that trains CIFAR-10 to 94%, with Mechanic in place of its learning rates.
 
-Takes legacy/airbench94.py of github.com/KellerJordan/cifar10-airbench as it is. While its main() runs, the SGD that it
-builds is mechanized: momentum, weight decay, Nesterov, schedule, and the ratio of its two rates stay the script's.
+Uses legacy/airbench94.py of github.com/KellerJordan/cifar10-airbench unchanged. While its main() runs, the SGD that it
+builds is mechanized: momentum, weight decay, Nesterov, schedule and the ratio of its two rates stay as they are.
 
     python examples/airbench/run.py --script cifar10-airbench/legacy/airbench94.py --data FOLDER
 
-FOLDER holds cifar10/train.pt and cifar10/test.pt, or the script downloads the pictures there.
+FOLDER holds cifar10/train.pt and cifar10/test.pt; otherwise the script downloads the pictures there.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CELLS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One training: whose learning rate, how many times too large, and where it was changed.
+    """One training run: the method, the factor on the learning rate, and where it is applied.
 
-    In the script's "file" the weight decay follows, for the script divides it by the rate; in the "optimizer" the rates
-    alone are wrong.
+    In the script's "file" it changes the weight decay too, which the script divides by the rate; in the "optimizer"
+    only the rates are wrong.
     """
 
     method: str
@@ -52,7 +52,7 @@ class Run:
 
 
 def loaded(path: Path) -> ModuleType:
-    """The script as a module, if it is the one that this program was written for."""
+    """Loads the script as a module and checks that it is airbench94."""
     spec = importlib.util.spec_from_file_location("airbench94", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ValueError(f"no Python file at {path}: it is legacy/airbench94.py of KellerJordan/cifar10-airbench.")
@@ -66,7 +66,7 @@ def loaded(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def replaced(script: ModuleType, change: Callable[[Optimizer], Optimizer]) -> Iterator[list[Optimizer]]:
-    """torch.optim.SGD is changed once it is built; the next one is torch's again. Yields what was built."""
+    """Applies `change` to the next torch.optim.SGD that is built, and only to that one. Yields a list for it."""
     built: list[Optimizer] = []
     with contextlib.ExitStack() as stack:
 
@@ -84,7 +84,7 @@ def replaced(script: ModuleType, change: Callable[[Optimizer], Optimizer]) -> It
 
 
 def train(script: ModuleType, run: Run) -> dict[str, Any]:
-    """One run of the script's main(). `rate` is the learning rate beside the tuned one: 1 is the script's."""
+    """Runs the script's main() once. `rate` is the learning rate relative to the tuned one: 1 is the script's."""
 
     def change(optimizer: Optimizer) -> Optimizer:
         for group in optimizer.param_groups:
@@ -111,7 +111,7 @@ def train(script: ModuleType, run: Run) -> dict[str, Any]:
 
 
 def runs(cells: Sequence[str], first_seed: int = 0) -> list[Run]:
-    """The runs of all cells, such that every cell is as far as the others whenever the time is over."""
+    """The runs of all cells, interleaved so that all cells are equally far whenever time runs out."""
     found = []
     for cell in cells:
         method, factor, count, *where = cell.split(":")
@@ -136,7 +136,7 @@ def _one(task: tuple[Path, Path, Run, float]) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def side_by_side(jobs: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """A map over processes; over none for a single job."""
+    """A map over `jobs` processes, or in this process if that is 1."""
     if jobs == 1:
         yield map
     else:

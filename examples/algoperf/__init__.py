@@ -1,1 +1,1 @@
-"""AlgoPerf's runner wants a package."""
+"""AlgoPerf's runner requires a package."""

@@ -3,8 +3,8 @@
     python submission_runner.py --framework=pytorch --workload=mnist --tuning_ruleset=self \
         --submission_path=path/to/examples/algoperf/submission.py --experiment_dir=runs --experiment_name=mechanic
 
-Weight decay, betas, dropout, warm-up and cosine are those of the benchmark's own NAdamW baseline; its learning rate is
-left out. There is nothing to tune, one run per workload. No kernels of Mechanic's are used: the rules forbid them.
+Weight decay, betas, dropout, warm-up and cosine are those of the benchmark's own NAdamW baseline, without its learning
+rate. There is nothing to tune: one run per workload. Mechanic's kernels are not used, since the rules forbid them.
 """
 
 import torch

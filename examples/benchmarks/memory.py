@@ -1,6 +1,6 @@
-"""Bytes of optimizer state for each parameter, beside weights and gradients: Mechanic, its base and its peers.
+"""Bytes of optimizer state per parameter, not counting weights and gradients: Mechanic, its base and its peers.
 
-The peers come by `pip install prodigyopt dadaptation schedulefree`; those that are not installed are left out.
+Install the peers by `pip install prodigyopt dadaptation schedulefree`; those not installed are left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Build] = {
 
 
 def step(optimizer: Any, params: list[nn.Parameter]) -> None:
-    getattr(optimizer, "train", lambda: None)()  # Schedule-Free wants to be told
+    getattr(optimizer, "train", lambda: None)()  # Schedule-Free needs it
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer.step()

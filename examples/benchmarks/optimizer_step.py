@@ -1,7 +1,7 @@
 """The cost of a step on this machine: `python examples/benchmarks/optimizer_step.py`.
 
-One run times the base alone and Mechanic around it in turn, on tensors with the shapes of a small MLP, of GPT-2 or of
-LoRA, and reports ratios. Similar packages are measured too if they are installed.
+Times the base alone and Mechanic around it in turn, on tensors with the shapes of a small MLP, GPT-2 or LoRA, and
+reports ratios. Similar packages are measured too if they are installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Factory = Callable[[list[nn.Parameter]], Any]
 
 ALONE, MAX_NORM = "base alone", 1.0
 _PLACES = 6
-"""Addresses that a gradient cycles through, as after `zero_grad()`."""
+"""Number of addresses that a gradient cycles through, as after `zero_grad()`."""
 
 
 def _mlp(*widths: int) -> Shapes:
@@ -78,18 +78,18 @@ class Result:
     tensors: int
     seconds: float
     ratio: float
-    """To the base alone, in the same run."""
+    """Of its time to that of the base alone in the same run."""
     host_seconds: float
-    """Until a step returns, with nothing queued before it."""
+    """Seconds until a step returns, with nothing queued before it."""
     state_bytes: float
     transient_bytes: float | None
-    """Peak memory of a step beyond what it keeps; CUDA only."""
+    """Peak extra memory during a step; CUDA only."""
     launches: int | None
-    """Kernels and copies; CUDA only."""
+    """Number of kernels and copies; CUDA only."""
 
 
 def _base(name: str, form: str | None) -> Factory:
-    """Form: "fused", "foreach", or None for what torch chooses."""
+    """Builds a base; `form` is "fused", "foreach", or None for torch's choice."""
     fast: dict[str, Any] = {} if form is None else {form: True}
     built: dict[str, Factory] = {
         "adam": lambda params: torch.optim.Adam(params, lr=1e-3, **fast),
@@ -103,7 +103,7 @@ def _base(name: str, form: str | None) -> Factory:
 def rivals(
     base: str, device: torch.device, *, small: bool, clip: bool = False, delta_dtype: torch.dtype | None = None
 ) -> dict[str, Factory]:
-    """The base alone, Mechanic around it by every backend of the device, and similar packages that are installed."""
+    """The base alone, Mechanic around it with every backend of the device, and similar installed packages."""
     wrap = functools.partial(mechanize, max_grad_norm=MAX_NORM if clip else None, delta_dtype=delta_dtype)
     on_gpu = device.type == "cuda"
     plain = _base(base, None if small else "fused" if on_gpu else "foreach")
@@ -138,7 +138,7 @@ def measure(
     clip: bool = False,
     delta_dtype: torch.dtype | None = None,
 ) -> Iterator[Result]:
-    """Times every rival in turn with the base alone, under the same load; medians.
+    """Times every rival, alternating with the base alone so that both see the same load. Reports medians.
 
     Args:
         name: A key of `SHAPES`. The small MLPs are timed on one thread.
@@ -147,7 +147,7 @@ def measure(
         dtype: The parameters' dtype.
         repeats: Number of timings.
         queued: Steps between synchronisations [10 on a GPU, as in training; 20 for the MLPs; 1].
-        clip: Include clipping: Mechanic's own, and `clip_grad_norm_` before the step of all others.
+        clip: Include clipping: Mechanic's own, or `clip_grad_norm_` before the step for all others.
         delta_dtype: Mechanic's option.
     """
     small = name.startswith("mlp")
@@ -177,7 +177,7 @@ def measure(
 
 
 class _Run:
-    """Parameters with gradients, and their optimizer. Every step finds its gradients at another address."""
+    """Parameters with gradients, and their optimizer. Each step finds the gradients at other addresses."""
 
     def __init__(
         self, shapes: Shapes, factory: Factory, *, device: torch.device, dtype: torch.dtype, clip: bool
@@ -244,7 +244,7 @@ class _Run:
 
 
 def _rotated(grads: Sequence[Tensor], count: int) -> list[Tensor]:
-    """The gradients, handed on by so many places among parameters of one shape."""
+    """The gradients, rotated by `count` places among parameters of the same shape."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for index, grad in enumerate(grads):
         alike.setdefault(tuple(grad.shape), []).append(index)
@@ -268,7 +268,7 @@ def _table(results: Sequence[Result]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, and prints a table."""
+    """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     gpu = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if gpu else "cpu")

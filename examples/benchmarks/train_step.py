@@ -1,9 +1,9 @@
-"""What Mechanic costs in a whole training step: tokens a second of a GPT-2, forward and backward included.
+"""The cost of Mechanic in a whole training step: tokens per second of a GPT-2, including forward and backward.
 
     python examples/benchmarks/train_step.py                     # GPT-2 124M, batch 16 x 1024, bf16 autocast
     python examples/benchmarks/train_step.py --layers 2 --width 64 --batch 2 --length 64 --device cpu
 
-Each optimizer trains its own copy for a few steps in turn, so that all see the same machine.
+The optimizers take turns, a few steps each on their own copy, so that all see the same load.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What pull requests to other projects would add, written into a checkout of theirs.
+"""Writes what pull requests to other projects would add into a checkout of them.
 
     git clone https://github.com/huggingface/transformers
     python examples/upstream/apply.py transformers transformers && git -C transformers diff
     cd transformers && pytest tests/trainer/test_trainer_optimizers.py
 
 - transformers: the optimizer name `mechanic_adamw`.
-- pytorch_optimizer: `load_optimizer("mechanic_lion")`, and so for each of its names. Tests: tests/test_load_modules.py.
-- sd-scripts: the learning rate in force in its logs. Tests: tests/test_optimizer.py.
+- pytorch_optimizer: `load_optimizer("mechanic_lion")`, for each of its names. Tests: tests/test_load_modules.py.
+- sd-scripts: the effective learning rate in its logs. Tests: tests/test_optimizer.py.
 
-Each addition goes below a line that is there today. If one of these lines is missing or no longer unique, nothing is
-written. It is idempotent.
+Each addition goes below a line of the current source. If any of these lines is missing or not unique, nothing is
+written. Running it again changes nothing.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Addition(NamedTuple):
-    """Text to insert below a line, or with `skip`, that many lines further down; below no line, at the end."""
+    """Text to insert below a line, or `skip` lines further down; at the end if `below` is empty."""
 
     path: str
     below: str
@@ -194,10 +194,10 @@ PROJECTS = {"transformers": TRANSFORMERS, "pytorch_optimizer": PYTORCH_OPTIMIZER
 
 
 def added(text: str, addition: Addition) -> str:
-    """The file's text with it.
+    """The file's text with the addition.
 
     Raises:
-        ValueError: The line is not there once.
+        ValueError: The line does not occur exactly once.
     """
     if addition.text in text:
         return text
@@ -212,7 +212,7 @@ def added(text: str, addition: Addition) -> str:
 
 
 def apply(project: str, checkout: Path) -> None:
-    """All additions, or none."""
+    """Writes all additions or none."""
     texts: dict[Path, str] = {}
     for addition in PROJECTS[project]:
         path = checkout / addition.path

@@ -21,7 +21,7 @@ from mechanic_plugins.core.settings import Settings
 ROWS = {row.name: row for row in OPTIMIZERS}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# base, dtype, settings: what is saved after 15 steps and goes on for as many more in a new process.
+# base, dtype, settings: each is saved after 15 steps and resumed for as many more in a new process.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     f"{base}-{dtype}": (base, dtype, {})
     for base in ("SGD", "SGD-momentum", "AdamW", "Adagrad", "Adafactor")
@@ -43,7 +43,7 @@ def build(case: str) -> tuple[nn.Sequential, MechanicOptimizer]:
 
 
 def resume(folder: Path) -> None:
-    """What the new process does: every case from its file to the end."""
+    """Runs in the new process: resumes every case from its file and trains to the end."""
     for case in CASES:
         model, opt = build(case)
         saved = torch.load(folder / f"{case}.pt", weights_only=True)
@@ -55,7 +55,7 @@ def resume(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder with every case's end in the new process, and its end without interruption."""
+    """The folder with every case's end state after the resume, and the end states without interruption."""
     folder = tmp_path_factory.mktemp("resumed")
     ends = {}
     for case in CASES:
@@ -65,7 +65,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         train(model, opt, AFTER, first=BEFORE)
         assert opt.scale.item() > 0
         ends[case] = everything(opt)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # with the helpers
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # for the helpers
     subprocess.run([sys.executable, __file__, folder], check=True, timeout=250, env=env)
     return folder, ends
 
@@ -78,7 +78,7 @@ def test_a_new_process_goes_on_bit_for_bit(case: str, resumed: tuple[Path, dict[
 
 
 def test_saving_changes_nothing_and_is_not_changed_by_training_on() -> None:
-    """A state_dict shares its tensors, as torch's do; the tuner's numbers in it are those of the moment."""
+    """A state_dict shares its tensors, like torch's; the tuner's numbers in it are a snapshot."""
     models = perceptron(), perceptron()
     opts = [mechanize(torch.optim.AdamW(m.parameters())) for m in models]
     for step in range(20):
@@ -93,7 +93,7 @@ def test_saving_changes_nothing_and_is_not_changed_by_training_on() -> None:
 
 
 def test_loading_leaves_the_loaded_dict_alone() -> None:
-    """The inner dicts are somebody's live state: taking delta out of them would break its owner."""
+    """The inner dicts may be another optimizer's live state, which popping entries would break."""
     model = perceptron(torch.bfloat16)
     opt = mechanize(torch.optim.AdamW(model.parameters()))
     train(model, opt, 10)
@@ -107,7 +107,7 @@ def test_loading_leaves_the_loaded_dict_alone() -> None:
 
 
 def test_a_deferred_save_of_low_precision_weights_keeps_masters_in_float32() -> None:
-    """torch's own load casts every floating tensor to the parameter's dtype."""
+    """torch's own load casts every floating-point tensor to the parameter's dtype."""
     model = perceptron(torch.bfloat16)
     opt = mechanize(torch.optim.AdamW(model.parameters()))
     train(model, opt, 10)
@@ -118,7 +118,7 @@ def test_a_deferred_save_of_low_precision_weights_keeps_masters_in_float32() -> 
 
 
 def test_a_state_dict_is_numbers_lists_a_string_and_tensors() -> None:
-    """What survives torch.distributed.checkpoint and FSDP: python values in every group, tensors of p's shape."""
+    """Only these survive torch.distributed.checkpoint and FSDP: Python values in every group, tensors of p's shape."""
     model = perceptron()
     opt = mechanize(torch.optim.SGD(model.parameters(), lr=0.1))
     train(model, opt, 3)
@@ -154,7 +154,7 @@ def test_an_old_plain_checkpoint_starts_mechanic_mid_way_and_says_so(base: str, 
 
 @pytest.mark.parametrize("base", ["SGD", "SGD-momentum", "AdamW", "Adagrad", "Adafactor"])
 def test_a_plain_optimizer_takes_a_mechanized_checkpoint(base: str) -> None:
-    """Its moments are the base's own; Mechanic's entries mean nothing to it."""
+    """The moments are the base's own, and a plain optimizer ignores Mechanic's entries."""
     model = perceptron()
     opt = mechanize(ROWS[base].build(model.parameters(), lr=0.01))
     train(model, opt, 20)
@@ -168,7 +168,7 @@ def test_a_plain_optimizer_takes_a_mechanized_checkpoint(base: str) -> None:
 
 
 def test_mechanizing_a_plain_optimizer_that_took_a_mechanized_checkpoint_of_another_n_is_refused() -> None:
-    """Its groups hold the old tuner: its vectors would not fit, and the first step fell over their shapes."""
+    """Its groups hold the old tuner, whose vectors do not fit: the first step used to fail on their shapes."""
     model = perceptron()
     opt = mechanize(torch.optim.AdamW(model.parameters()), rule="paper")
     train(model, opt, 3)
@@ -250,7 +250,7 @@ def test_what_cannot_be_continued_is_refused_before_anything_is_changed(case: st
 
 
 def test_a_checkpoint_from_before_the_first_step_loads() -> None:
-    """accelerate loads an optimizer's own state_dict into it when it prepares it."""
+    """accelerate's prepare() loads an optimizer's own state_dict back into it."""
     for base in ("SGD", "AdamW", "Adagrad"):
         models = perceptron(), perceptron()
         opts = [mechanize(ROWS[base].build(m.parameters(), lr=0.1)) for m in models]
@@ -290,7 +290,7 @@ def test_the_learned_lr_survives_and_is_the_peak_times_the_mean_scale() -> None:
 
 
 def test_parameters_without_a_gradient_have_nothing_to_save() -> None:
-    """A checkpoint of a model with a frozen part loads, and the part may be trained afterwards."""
+    """A checkpoint of a model with a frozen part loads, and that part can be trained afterwards."""
     model = perceptron()
     model[0].requires_grad_(False)
     opt = mechanize(torch.optim.AdamW(model.parameters()))

@@ -1,4 +1,4 @@
-"""A checkpoint says what it is: its format, its settings, and whether it is whole."""
+"""A checkpoint states its format and its settings, and damage to it is noticed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def saved() -> dict[str, Any]:
 
 
 def refused(saved: dict[str, Any], message: str) -> None:
-    """Loading, and mechanizing a base that has loaded it, raise and leave the optimizer as it was."""
+    """Checks that loading it, or mechanizing a base that has loaded it, raises and leaves the optimizer unchanged."""
     opt = trained(5)
     before, metrics = everything(opt), opt.metrics()
     with pytest.raises(ValueError, match=message):
@@ -63,7 +63,7 @@ SCALARS = ("s_init", "played", "h", "lr", "unit")
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("name", [*VECTORS, *SCALARS])
 def test_a_number_that_is_not_finite_is_refused(saved: dict[str, Any], name: str, value: float) -> None:
-    """It loaded, and the next step made every weight NaN."""
+    """It used to load, and the next step made every weight NaN."""
     damaged = copy.deepcopy(saved)
     group, key = damaged["param_groups"][1], f"mechanic_{name}"
     group[key] = [*group[key][:-1], value] if name in VECTORS else value
@@ -75,7 +75,7 @@ KEYS = [*VECTORS, *SCALARS, "steps", "skipped", "frozen", "tuners"]
 
 @pytest.mark.parametrize("name", KEYS)
 def test_a_missing_key_is_refused(saved: dict[str, Any], name: str) -> None:
-    """The scalars' were taken for 0 without a word, the others' ended in a bare KeyError."""
+    """Missing scalars were silently read as 0, and other missing keys raised a bare KeyError."""
     damaged = copy.deepcopy(saved)
     del damaged["param_groups"][0][f"mechanic_{name}"]
     refused(damaged, f"param group 0 lacks mechanic_{name}: it is damaged")
@@ -124,7 +124,7 @@ def test_a_header_that_makes_no_sense_is_refused(saved: dict[str, Any], entry: s
 
 
 def test_delta_that_is_no_tensor_counts_as_missing(saved: dict[str, Any]) -> None:
-    """torch puts an empty dict where a flattened state dict has nothing."""
+    """torch puts an empty dict where a flattened state dict lacks an entry."""
     damaged = copy.deepcopy(saved)
     for entry in damaged["state"].values():
         entry["mechanic_ref"] = {}
@@ -142,7 +142,7 @@ def test_groups_of_different_formats_are_refused(saved: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_delta_that_is_not_finite_is_refused(saved: dict[str, Any], value: float) -> None:
-    """It loaded, and every step after it was skipped."""
+    """It used to load, and every later step was skipped."""
     damaged = copy.deepcopy(saved)
     damaged["state"][1]["mechanic_ref"][3] = value
     opt = trained(5)
@@ -172,7 +172,7 @@ def test_other_settings_are_named_once() -> None:
     assert "eps" not in message
     assert "settings=Settings(max_scale=None, betas=[0.9, 0.99], s_init=0.001)" in message
     twin = trained(**others)
-    twin.load_state_dict(opt.state_dict())  # says nothing: what was saved last is what was in force
+    twin.load_state_dict(opt.state_dict())  # no warning: the last save has the settings in use
 
 
 def test_a_base_that_loaded_other_settings_says_so_when_it_is_mechanized() -> None:
@@ -191,7 +191,7 @@ def test_another_rule_than_the_default_cannot_go_on_from_a_rule() -> None:
 
 
 def of_format_2(steps: int, scope: str = "all", scale: float | None = None) -> tuple[nn.Sequential, dict[str, Any]]:
-    """A run of the former default rule, as it was saved: six betas, and no field of format 3."""
+    """The checkpoint of a run with the former default rule: six betas, and no field of format 3."""
     model = perceptron()
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.03}]
     opt = mechanize(torch.optim.AdamW(groups, lr=0.1), scope=scope)
@@ -213,7 +213,7 @@ def of_format_2(steps: int, scope: str = "all", scale: float | None = None) -> t
 
 @pytest.mark.parametrize("scope", ["all", "group"])
 def test_a_run_of_the_former_default_rule_goes_on(scope: Any) -> None:
-    """At the scale that it had learned, which new evidence then moves by a bounded factor."""
+    """It continues at its learned scale, which new evidence then moves by a bounded factor."""
     model, saved = of_format_2(40, scope)
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.03}]
     opt = mechanize(torch.optim.AdamW(groups, lr=0.1), scope=scope)
@@ -232,7 +232,7 @@ def test_a_run_of_the_former_default_rule_goes_on(scope: Any) -> None:
     for scale, was in zip(opt.scales.tolist(), learned, strict=True):
         assert math.exp(-4) < scale / was < math.exp(4)
     twin = mechanize(torch.optim.AdamW(groups, lr=0.1), scope=scope)
-    twin.load_state_dict(opt.state_dict())  # says nothing any more
+    twin.load_state_dict(opt.state_dict())  # no more warnings
     assert not differences(everything(opt), everything(twin))
 
 
@@ -256,7 +256,7 @@ def test_every_field_of_the_tuner_is_saved() -> None:
 
 
 def test_a_field_that_came_later_travels_in_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a key of its own it would shut out the older versions' sharded checkpoints."""
+    """A key of its own would make older versions' sharded checkpoints unloadable."""
     keys = set(trained(1).param_groups[0])
     monkeypatch.setitem(checkpoint_format.SINCE, "h", 2)
     opt = trained(scope="group")
@@ -295,7 +295,7 @@ def test_loading_plain_starts_afresh() -> None:
 
 
 def as_format_3(opt: Any) -> dict[str, Any]:
-    """What a version with delta in the place of the references would have saved."""
+    """The checkpoint that a version with delta in place of the references would have saved."""
     saved = copy.deepcopy(opt.state_dict())
     played = saved["param_groups"][0]["mechanic_played"]
     for group in saved["param_groups"]:
@@ -317,7 +317,7 @@ def as_format_3(opt: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("steps", [1, 12])
 def test_a_run_with_delta_goes_on(steps: int, dtype: torch.dtype, weights_first: bool) -> None:
-    """Also where the weights are loaded after the optimizer; and before the first move, where nothing was played."""
+    """It resumes even if weights are loaded after the optimizer, and from before the first move, at a scale of 0."""
     model = perceptron(dtype)
     opt = mechanize(torch.optim.AdamW(model.parameters(), lr=1e-2))
     train(model, opt, steps)
@@ -340,7 +340,7 @@ def test_a_run_with_delta_goes_on(steps: int, dtype: torch.dtype, weights_first:
 def test_a_folder_of_torch_distributed_checkpoint_with_delta_goes_on(
     dtype: torch.dtype, flat: bool, tmp_path: Path
 ) -> None:
-    """It loads by the names that the optimizer has, and refused one that had another name."""
+    """DCP loads by the optimizer's own key names, and used to refuse a checkpoint with other names."""
     model, options = perceptron(dtype), StateDictOptions(flatten_optimizer_state_dict=flat)
     opt = mechanize(torch.optim.AdamW(model.parameters(), lr=1e-2))
     train(model, opt, 12)

@@ -16,7 +16,7 @@ from mechanic_plugins.checkpoints.leaving import filled, save_whole, scales_in
 
 
 def with_idle_groups(scope: Any) -> tuple[nn.Module, MechanicOptimizer]:
-    """Two groups that learn, one whose weights are frozen, and one that is empty, as LoRA+ makes them."""
+    """Two groups that learn, one with frozen weights and an empty one, as LoRA+ makes them."""
     model = perceptron()
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     groups = [
@@ -30,7 +30,7 @@ def with_idle_groups(scope: Any) -> tuple[nn.Module, MechanicOptimizer]:
 
 @pytest.mark.parametrize("scope", ["all", "group"])
 def test_groups_that_learned_nothing_take_the_smallest_scale(scope: str) -> None:
-    """With scope="group" they failed for ever: their own scale stays 0, however long the others train."""
+    """With scope="group" they could never be converted: their own scale stays 0 however long the others train."""
     model, opt = with_idle_groups(scope)
     train(model, opt, 30)
     learned = opt.learned_lrs
@@ -119,7 +119,7 @@ def test_demechanize_before_anything_was_learned_is_refused(steps: int) -> None:
 
 
 def test_demechanize_leaves_nothing_of_a_schedule() -> None:
-    """A new scheduler starts from the learned peak, wherever the old one stood; an lr that is a tensor stays one."""
+    """A new scheduler starts from the learned peak, wherever the old one was. A tensor lr stays a tensor."""
     model = perceptron()
     opt = mechanize(torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5)))
     torch.optim.lr_scheduler.ConstantLR(opt, factor=0.5)

@@ -1,4 +1,4 @@
-"""What Mechanic must know about the optimizers it wraps, and which of them it refuses."""
+"""What Mechanic knows about the optimizers it wraps, and which of them it refuses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CAN_DECOUPLE = [kind for kind in WITH_WEIGHT_DECAY if "decoupled_weight_decay" i
     ids=str,
 )
 def test_weight_decay_that_is_added_to_the_gradient(kind: Any, options: dict[str, Any]) -> None:
-    """Then gradients with the weights in them lead where weight decay does. RAdam normalises from its sixth step on."""
+    """Adding the decay to the gradient by hand then gives the same weights. RAdam normalises from its sixth step on."""
     start, gradient, decay = torch.eye(3).double() + 0.5, torch.linspace(-1, 1, 9).view(3, 3).double(), 0.1
     stepped = []
     for added, given in ((decay, 0.0), (0.0, decay)):
@@ -87,7 +87,7 @@ def test_a_base_that_is_not_known_has_no_penalty(kind: Any) -> None:
 
 
 def test_lion_passes_over_a_group_without_gradients() -> None:
-    """torch's grouping refuses empty lists; ZeRO-3 steps one group at a time and empties the others."""
+    """torch's grouping refuses empty lists, and ZeRO-3 steps one group at a time with the others empty."""
     a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
     opt = mechanize(Lion([{"params": [a]}, {"params": [b]}], lr=1.0))
     for _ in range(5):
@@ -126,13 +126,13 @@ OWN_ITERATES = [AdamWScheduleFree, ScheduleFreeAdamW, Mine, Prodigy, DAdaptLion,
 
 @pytest.mark.parametrize("cls", OWN_ITERATES)
 def test_bases_with_iterates_of_their_own_are_refused_by_name(cls: Any) -> None:
-    """schedulefree, pytorch_optimizer, prodigyopt and dadaptation call theirs so; they ran, and went wrong."""
+    """These names are from schedulefree, pytorch_optimizer, prodigyopt and dadaptation, which used to train wrongly."""
     with pytest.raises(ValueError, match=r"cannot be mechanized: it computes the weights from .* such as AdamW or SGD"):
         mechanize(cls([nn.Parameter(torch.ones(2))], lr=0.1))
 
 
 class Remembers(torch.optim.SGD):
-    """Keeps the weights it started from, under a name that says nothing."""
+    """Keeps its initial weights under a name that gives no hint of it."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -149,7 +149,7 @@ def test_a_copy_of_the_weights_in_the_state_of_a_base_is_warned_of_once(dtype: t
     with pytest.warns(UserWarning, match=r"Remembers keeps a copy of the weights in its state \('first'\)"):
         opt.step()
     for _ in range(3):
-        opt.step()  # warnings are errors here
+        opt.step()  # a warning would be an error
 
 
 @pytest.mark.parametrize("cls", [TextbookLion, Overriding, Factored])
@@ -164,7 +164,7 @@ def test_other_state_is_not_taken_for_a_copy_of_the_weights(cls: Any, start: Ten
 
 
 class Counts(torch.optim.SGD):
-    """Keeps in `state` what belongs to no parameter, as MADGRAD and SPAM do."""
+    """Keeps entries in `state` that belong to no parameter, as MADGRAD and SPAM do."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -173,7 +173,7 @@ class Counts(torch.optim.SGD):
 
 
 def test_a_base_may_keep_state_that_belongs_to_no_parameter() -> None:
-    """Every key of `state` was taken for a parameter."""
+    """Every key of `state` used to be taken for a parameter."""
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     opts = [mechanize(Counts([p])) for p in params[:1] * 2]
     for _ in range(3):
@@ -188,7 +188,7 @@ def test_a_base_may_keep_state_that_belongs_to_no_parameter() -> None:
 
 @pytest.mark.parametrize("keep", [True, False], ids=["both kept", "the first one gone"])
 def test_a_base_that_is_mechanized_again_goes_on_with_its_tuner(keep: bool) -> None:
-    """Its param groups hold the tuner as it was last saved, or new: that was read, and the scale learned anew."""
+    """Its param groups hold the tuner as last saved, or a new one; reading that lost the learned scale."""
     p = nn.Parameter(torch.ones(8))
     base = torch.optim.AdamW([p])
     first: Any = mechanize(base)

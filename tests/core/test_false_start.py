@@ -1,4 +1,4 @@
-"""A first gradient that is far off is forgotten, except where the base's state is not Mechanic's to drop."""
+"""A first gradient that is far off is forgotten, unless Mechanic may not drop the base's state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mechanic_plugins import MechanicOptimizer, mechanize
 
 
 class FillsItsStateWhenBuilt(torch.optim.Optimizer):
-    """AdaGrad, as old code writes it. A counter lies beside the parameters' state."""
+    """AdaGrad in the style of old code, with a counter beside the parameters' state."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -36,7 +36,7 @@ def weights() -> nn.Parameter:
 
 
 def train(opt: MechanicOptimizer, *gradients: float) -> float:
-    """Steps with constant gradients; how many of them are remembered."""
+    """Steps with constant gradients. Returns how many of them are remembered."""
     p: Tensor = opt.param_groups[0]["params"][0]
     for value in gradients:
         p.grad = torch.full_like(p, value)
@@ -46,7 +46,7 @@ def train(opt: MechanicOptimizer, *gradients: float) -> float:
 
 @pytest.mark.parametrize("first", [(1e4,), (1e-12,), (1e-4,), (2.0, 1e4)], ids=str)
 def test_a_first_gradient_that_is_far_off_is_forgotten(first: tuple[float, ...]) -> None:
-    """Longer or shorter; and if the second one was the outlier, the third shows it."""
+    """It may be too long or too short; if the second one was the outlier, the third reveals it."""
     disturbed, clean = weights(), weights()
     assert train(mechanize(torch.optim.AdamW([disturbed], lr=0.1)), *first, 1, 1, 1) == 3
     train(mechanize(torch.optim.AdamW([clean], lr=0.1)), 1, 1, 1)
@@ -55,14 +55,14 @@ def test_a_first_gradient_that_is_far_off_is_forgotten(first: tuple[float, ...])
 
 @pytest.mark.parametrize("again", [lambda opt: opt, copy.deepcopy], ids=["itself", "copied"])
 def test_a_base_that_fills_its_state_when_built_keeps_it(again: Any) -> None:
-    """Its state was cleared at the second step, and the base raised KeyError."""
+    """Its state used to be cleared at the second step, and the base raised a KeyError."""
     opt = mechanize(FillsItsStateWhenBuilt([weights()]))
     train(opt, 1e4)
     assert train(again(opt), 1, 1, 1) == 4
 
 
 def test_moments_loaded_from_a_plain_run_are_kept() -> None:
-    """The moments of a long run went with the first gradient after it."""
+    """The moments of a long run used to be dropped with the first gradient after it."""
     p = weights()
     plain = torch.optim.AdamW([p], lr=0.1)
     for _ in range(5):
@@ -79,7 +79,7 @@ def test_moments_loaded_from_a_plain_run_are_kept() -> None:
 
 
 class StartsWithNothing(torch.optim.Optimizer):
-    """SGD on the gradient's sign whose first update is next to nothing."""
+    """SGD on the gradient's sign, with a tiny first update."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -93,7 +93,7 @@ class StartsWithNothing(torch.optim.Optimizer):
 
 
 def fit(build: Any, *, loss_scale: float = 1.0, dtype: torch.dtype = torch.float32, **options: Any) -> float:
-    """The loss at the end, of a regression that Adam at 1e-2 brings to 0.03."""
+    """The final loss of a regression that Adam at 1e-2 brings to 0.03."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1)).to(dtype)
     x = torch.randn(512, 8, dtype=dtype)
@@ -112,7 +112,7 @@ def fit(build: Any, *, loss_scale: float = 1.0, dtype: torch.dtype = torch.float
     ("loss_scale", "dtype"), [(1e-3, torch.float32), (1e-6, torch.float32), (1e-3, torch.bfloat16)], ids=str
 )
 def test_radam_survives_its_sixth_update(loss_scale: float, dtype: torch.dtype) -> None:
-    """Its first five are as long as the gradients, and the sixth is Adam's: the weights were lost by 1e4 and more."""
+    """Its first five are as long as the gradients and the sixth is Adam's, which moved the weights by 1e4 and more."""
     with pytest.warns(UserWarning, match="an update of RAdam was more than 100 times as long"):
         assert fit(lambda model: torch.optim.RAdam(model.parameters()), loss_scale=loss_scale, dtype=dtype) < 0.1
 
@@ -137,7 +137,7 @@ def test_only_the_group_that_jumped_goes_back() -> None:
 
 
 def test_weights_that_the_user_replaced_stay() -> None:
-    """They are as far from the start as after a jump, and no step has brought them there."""
+    """They are as far from the start as after a jump, but no step moved them there."""
     p = weights()
     opt = mechanize(torch.optim.RAdam([p], lr=0.1), max_scale=1e-6)
     train(opt, 1, 1, 1)

@@ -11,7 +11,7 @@ from mechanic_plugins.lion import Lion
 
 
 def by_hand(p: Tensor, grads: list[Tensor], *, lr: float, betas: tuple[float, float], weight_decay: float) -> Tensor:
-    """The paper's Algorithm 2, a line for a line."""
+    """The paper's Algorithm 2, line by line."""
     theta, m = p.clone(), torch.zeros_like(p)
     for g in grads:
         c = betas[0] * m + (1 - betas[0]) * g

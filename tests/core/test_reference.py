@@ -1,4 +1,4 @@
-"""The judges, judged: against steps worked out by hand and against what the published implementations did."""
+"""Tests the references against steps worked out by hand and records of the published implementations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def one_weight(rule: str, **kwargs: Any) -> Reference:
 
 
 def play(reference: Reference, *gradients: float) -> list[tuple[float, float]]:
-    """(s, x) after each step."""
+    """Returns (s, x) after each step."""
     trace = []
     for g in gradients:
         reference.step([vector(g)])
@@ -56,7 +56,7 @@ def test_paper_by_hand() -> None:
 
 def test_paper_with_two_betas_and_eps_by_hand() -> None:
     # As above with betas 0.5 and 1 and eps 1. Second step: both s = (0.1 * 4 / 2) / (4 + 1) = 0.04, x = 2 + 0.08 * 5.
-    # Third: v = 104 and 116, r = 0.04 * 10, W = 0.1 * 10 / 2 + 0.4 = 0.9.
+    # Third step: v = 104 and 116, r = 0.04 * 10, W = 0.1 * 10 / 2 + 0.4 = 0.9.
     reference = one_weight("paper", betas=(0.5, 1.0), eps=1.0)
     play(reference, -1, -4)
     assert reference.x[0].item() == pytest.approx(2.4, rel=1e-15)
@@ -83,7 +83,7 @@ def test_experiments_and_optax_by_hand() -> None:
 
 
 def test_theory_by_hand() -> None:
-    # h = 0:   nothing is known.
+    # h = 0:   nothing is known yet.
     # h = -4:  clipped to 0; m = 4, W_0 = 0.1 * 4 from now on, q = 0, so s = 0.
     # h = -10: clipped to -4; m = 10, q = 4, r = 0, v = 16, s = 0.4 / sqrt(416) * 4 / sqrt(416).
     # h = 1:   m = 5, q = 2 - 1 = 1, r = -s, v = 16 / 4 + 1 = 5, s = (0.4 - s) / sqrt(105) * 1 / sqrt(105).
@@ -97,7 +97,7 @@ def test_theory_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_theory_keeps_its_wealth_and_its_promise(seed: int) -> None:
-    """With beta = 1 and h that favours a positive scale, the wealth grows and is never lost."""
+    """With beta = 1 and an h that favours a positive scale, the wealth grows and is never lost."""
     h = np.random.default_rng(seed).normal(-0.3, 1.0, size=2000)
     tuner = Tuner("theory", betas=(1.0,), s_init=1e-3, eps=0.0)
     wealth = []
@@ -119,7 +119,7 @@ def test_lambda_by_hand() -> None:
 
 
 def test_max_scale_by_hand() -> None:
-    # As the paper's case, but the 0.1 of the second step becomes 0.05, and so r = 0.05 * 10 in the third.
+    # Like the paper's case, but the 0.1 of the second step becomes 0.05, and so r = 0.05 * 10 in the third.
     last = min(0.05, (1 + 0.5) / math.sqrt(104))
     assert play(one_weight("paper", max_scale=0.05), -1, -4, -2) == [
         pytest.approx(pair, rel=1e-15) for pair in [(0, 2), (0.05, 2.25), (last, 2 + 7 * last)]
@@ -128,7 +128,7 @@ def test_max_scale_by_hand() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_normalize_lr_cancels_the_base_lr(rule: str) -> None:
-    """With lr 8 the weights are the same and s is an eighth; u, read off the weights, carries their rounding."""
+    """With lr 8 the weights are the same and s is an eighth, up to rounding, as u is computed from the weights."""
     gradients = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 0.3
     one, eight = (
         Reference([vector(1.0, -2.0, 3.0)], sgd(lr), betas=(0.9, 0.99), s_init=1e-2, rule=rule) for lr in (1.0, 8.0)
@@ -211,9 +211,9 @@ def load(name: str) -> dict[str, Any]:
 
 
 def replay(golden: dict[str, Any], tuner: Tuner, start: int) -> None:
-    """Gives the tuner the recorded h from row `start` on; after each, its vectors must be the recorded ones.
+    """Feeds the recorded h to the tuner from row `start` on, and compares its vectors after each.
 
-    40 steps of the same dozen operations in another order: a few times the rounding of 1.1e-16 is all that may differ.
+    40 steps of the same dozen operations in another order may differ by a few roundings of 1.1e-16.
     """
     for row in golden["rows"][start:]:
         tuner.step(row["h"])
@@ -242,7 +242,7 @@ def test_the_golden_files_reach_every_branch() -> None:
 
 
 def test_paper_rule_does_what_mechanic_pytorch_did() -> None:
-    """Its m starts at 1e-6, which gives it an s before the first h: taken over from its first row."""
+    """That package starts m at 1e-6, so s is not 0 before the first h: the state is taken from its first row."""
     golden = load("mechanic_pytorch")
     tuner = Tuner("paper", betas=golden["betas"], s_init=golden["s_init"], eps=golden["eps"])
     first = golden["rows"][0]
@@ -254,10 +254,10 @@ def test_paper_rule_does_what_mechanic_pytorch_did() -> None:
 
 @pytest.mark.parametrize("rule", ["optax", "experiments"])
 def test_weights_go_where_the_published_ones_went(rule: str) -> None:
-    """The whole algorithm, h and lambda included, against the published code run with an eps that vanishes.
+    """Compares the whole algorithm, with h and lambda, with the published code run at a negligible eps.
 
-    That code recovers Delta as (x - x_ref) / S: a rounding of x, 2e-16, is one of 2e-16 / S in Delta, with S down to
-    5e-3 and |Delta| above 1. Hence 1e-12.
+    That code recovers Delta as (x - x_ref) / S: a rounding error of 2e-16 in x is one of 2e-16 / S in Delta, with S
+    down to 5e-3 and |Delta| above 1. Hence 1e-12.
     """
     golden = load(f"{rule}_mechanic")
     reference = Reference(
@@ -280,8 +280,8 @@ def default(start: Tensor, lr: float = 1.0, **options: Any) -> Default:
 
 
 def test_the_default_rule_by_hand() -> None:
-    # x = (1, 0, 4): 4 counts as 1, and so does the mean of those that are not 0. Two elements have a gradient.
-    # g = (3, 4, 0): u = -(3, 4, 0) is not made. Then U = 2 * 5 / 2 with lr 2, and S = PRIOR size / (2 * 5).
+    # x = (1, 0, 4): 4 counts as 1, so the mean over the nonzero weights is 1. Two elements have a gradient.
+    # g = (3, 4, 0): u = -(3, 4, 0) is not applied. Then U = 2 * 5 / 2 with lr 2, and S = PRIOR size / (2 * 5).
     size = 2**0.375
     judge, x_0 = default(vector(1.0, 0.0, 4.0), 2.0), vector(1.0, 0.0, 4.0)
     judge.step([vector(1.5, 2.0, 0.0)])
@@ -290,13 +290,13 @@ def test_the_default_rule_by_hand() -> None:
     S_1 = PRIOR * size / (2 * 5)
     assert judge.vectors("s") == pytest.approx([S_1], rel=1e-15)
     assert judge.x[0].tolist() == pytest.approx([1 - S_1 * 2, 0, 4], rel=1e-15)
-    # |D| = 2 S after one step of 2 S: a length of 1, in the mean with 5. z = 2 S * 4, alone: rho = 1 / sqrt(40).
+    # |D| = 2 S after one step of 2 S: a length of 1, averaged with 5. z = 2 S * 4 is the only one: rho = 1 / sqrt(40).
     judge.step([vector(4.0, 0.0, 0.0)])
     U = math.sqrt((5**2 + 1) / 2)
     S_2 = PRIOR * size / (2 * U) * math.exp(3 / math.sqrt(40))
     assert judge.vectors("s") == pytest.approx([S_2], rel=1e-14)
     assert judge.x[0][0].item() == pytest.approx(1 - 2 * S_1 - 8 * S_2, rel=1e-14)
-    # Now |D| = 2 S_1 + 8 S_2, and z is negative. At half the lr it counts half, and what was fades half as much.
+    # Now |D| = 2 S_1 + 8 S_2, and z is negative. At half the lr it counts half, and the past fades half as much.
     D, w = 2 * S_1 + 8 * S_2, 0.5
     kept, z_1, z_2 = 1 - w / 40, 8 * S_1, -2 * D
     U = math.sqrt((2 * U**2 + w * D**2 / (4 * S_1**2 + 4 * S_2**2)) / (2 + w))
@@ -339,7 +339,7 @@ def test_decoupled_weight_decay_is_no_penalty() -> None:
 
 
 def test_outliers_by_hand() -> None:
-    """A gradient of 2e6 is skipped twice, and a first one of 101 is forgotten with all that came of it."""
+    """A gradient of 2e6 is skipped twice, and a first one of 101 is forgotten with all its effects."""
     judge = default(vector(1.0))
     for g in (101.0, 1.0):
         judge.step([vector(g)])
@@ -369,7 +369,7 @@ def test_an_lr_of_zero_holds_everything(moment: int) -> None:
 
 @pytest.mark.parametrize("factor", [1e-4, 1e100])
 def test_neither_the_loss_scale_nor_the_lr_matters(factor: float) -> None:
-    """Updates are read off the weights, and carry their rounding: smaller factors are for the package alone."""
+    """The reference computes updates from rounded weights, so smaller factors are tested on the package only."""
     one, other = default(vector(1.0, -2.0)), default(vector(1.0, -2.0), 1e-3)
     for g in torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)):
         one.step([g])

@@ -1,6 +1,6 @@
-"""Gradients as they come in practice: tiny, huge or zero at first, and one that is far off in mid-run.
+"""Gradients as in practice: tiny, huge or zero at first, or a single outlier in mid-run.
 
-Loss scales, zero-initialised heads, curricula and broken batches make them. None of them may decide how a run ends.
+They come from loss scales, zero-initialised heads, curricula and broken batches. None may decide how a run ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.1),
 }
 Factor = Callable[[int], float | None]
-"""What a step's loss is multiplied by; None for a step without gradients."""
+"""The factor on the loss at a given step; None for a step without gradients."""
 DISTURBED: dict[str, Factor] = {
     "first times 1e-12": lambda step: 1e-12 if step == 0 else 1.0,
     "first times 1e-4": lambda step: 1e-4 if step == 0 else 1.0,
@@ -48,7 +48,7 @@ def noisy_regression() -> tuple[Tensor, Tensor]:
 
 
 def network(run: Run) -> nn.Parameter:
-    """All of its weights in one row: a step of many small tensors takes longer."""
+    """A network with all weights in one vector, since a step over many small tensors is slower."""
     torch.manual_seed(run.seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     if run.head_of_zeros:
@@ -58,10 +58,10 @@ def network(run: Run) -> nn.Parameter:
 
 
 def final_losses(build: Callable[[Any], torch.optim.Optimizer], *runs: Run, steps: int = STEPS) -> list[float]:
-    """The training losses at the end of several runs on the same batches, each a param group with a scale of its own.
+    """The final training losses of several runs on the same batches, each a param group with its own scale.
 
-    Together they take half the time. Only those can share an optimizer that skip the same steps: an outlier in one
-    skips the step of all.
+    Together they take half the time. Only runs that skip the same steps can share an optimizer, since an outlier in
+    one skips the step for all.
     """
     x, y = noisy_regression()
     models = [network(run) for run in runs]
@@ -82,14 +82,14 @@ def final_losses(build: Callable[[Any], torch.optim.Optimizer], *runs: Run, step
 
 
 def mean_squares(models: list[nn.Parameter], x: Tensor, y: Tensor) -> Tensor:
-    """The networks' losses, by a few operations for all of them."""
+    """The networks' losses, computed together."""
     w1, b1, w2, b2 = torch.stack(models).split([128, 16, 16, 1], dim=1)
     hidden = torch.tanh(torch.baddbmm(b1[:, None], x.expand(len(models), *x.shape), w1.view(-1, 16, 8).mT))
     return ((torch.baddbmm(b2[:, None], hidden, w2[:, :, None]) - y) ** 2).mean((1, 2))
 
 
 def together(seeds: int) -> dict[str, list[Run]]:
-    """What skips no step. Several seeds where single ones differ by more than is asked."""
+    """The runs that skip no step, with several seeds where single ones vary by more than the tolerance."""
     return {
         "undisturbed": [Run(seed=seed) for seed in range(seeds)],
         "head of zeros": [Run(seed=seed, head_of_zeros=True) for seed in range(seeds)],
@@ -107,8 +107,8 @@ def losses(base: str) -> dict[str, Tensor]:
     return dict(zip(kinds, ends.split([len(runs) for runs in kinds.values()]), strict=True))
 
 
-# SGD and AdamW under all of them; the others, whose updates depend on the gradients' length as one of these two's do,
-# under the outlier and one of those that come first.
+# SGD and AdamW with all disturbances. The updates of the others depend on the gradients' length like those of one of
+# these two, so they get the outlier and one disturbance at the start.
 PAIRS = [(base, kind) for base in ("SGD", "AdamW") for kind in DISTURBED]
 PAIRS += [("SGD-momentum", "first times 1e-4"), ("Lion", "first times 1e-12"), ("RMSprop", "first times 1e-12")]
 PAIRS += [(base, "outlier of 1e6") for base in ("SGD-momentum", "Lion", "RMSprop")]
@@ -123,7 +123,7 @@ def ratio(losses: Tensor, others: Tensor) -> float:
 @pytest.mark.filterwarnings("ignore:a gradient was not finite, or more than 100 times as long")
 @pytest.mark.parametrize(("base", "kind"), PAIRS)
 def test_a_gradient_that_is_far_off_does_not_decide_the_run(base: str, kind: str) -> None:
-    """A first one of 1e-4 ended at inf with SGD; one of 1e6 cut AdamW's learning rate a thousandfold for good."""
+    """A first one of 1e-4 made SGD end at inf; one of 1e6 cut AdamW's learning rate a thousandfold for good."""
     [disturbed] = final_losses(BASES[base], Run(DISTURBED[kind])) if kind in DISTURBED else losses(base)[kind]
     assert disturbed <= 1.05 * losses(base)["undisturbed"][0]
 
@@ -131,16 +131,16 @@ def test_a_gradient_that_is_far_off_does_not_decide_the_run(base: str, kind: str
 @pytest.mark.slow
 @pytest.mark.parametrize("base", BASES)
 def test_gradients_of_zero_cost_the_steps_they_take_and_no_more(base: str) -> None:
-    """Against a run without gradients in these steps: the schedule goes on, so both have less to learn in."""
+    """Compared with a run without gradients in these steps, which loses the same part of the schedule."""
     assert ratio(losses(base)["zeros"], losses(base)["late"]) <= 1.05
 
 
 @pytest.mark.slow
 def test_a_head_that_starts_at_zero_trains() -> None:
-    """Its gradient alone is not 0 at first: weights that have none yet must not be taken for idle.
+    """At first only its gradient is nonzero: weights without one yet must not be taken for idle.
 
-    Two networks are compared, so a base's ratio is not 1: at fixed rates SGD with momentum and RMSprop have 0.98 to
-    1.07.
+    The two networks differ, so a base's ratio is not exactly 1: at fixed rates, SGD with momentum and RMSprop have
+    0.98 to 1.07.
     """
     ratios = torch.tensor([ratio(losses(base)["head of zeros"], losses(base)["undisturbed"]) for base in BASES])
     assert ratios.log().mean().exp() <= 1.05
@@ -149,7 +149,7 @@ def test_a_head_that_starts_at_zero_trains() -> None:
 
 @pytest.mark.slow
 def test_a_base_whose_first_updates_are_next_to_nothing_trains() -> None:
-    """RAdam takes plain gradient steps at first, which are as short as the gradients are."""
+    """RAdam starts with plain gradient steps, which are as short as the gradients."""
     [small] = final_losses(functools.partial(torch.optim.RAdam, lr=0.1), Run(lambda step: 0.1))
     assert small <= 1.05 * losses("AdamW")["undisturbed"][0]
 
@@ -161,7 +161,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 def test_a_loss_that_comes_near_zero_does_not_destroy_the_run() -> None:
-    """The scale ran away once everything was fitted: the test accuracy of digits fell from 91% to 9%."""
+    """The scale used to run away once everything was fitted: the test accuracy on digits fell from 91% to 9%."""
     x, y = digits()
     accuracies = []
     for seed in (0, 1):
@@ -175,7 +175,7 @@ def test_a_loss_that_comes_near_zero_does_not_destroy_the_run() -> None:
             nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
             optimizer.step()
             largest = max(largest, optimizer.effective_lrs[0])
-        assert largest < 0.1  # the lr in force; a sweep's best is 0.01
+        assert largest < 0.1  # the effective lr; a sweep's best is 0.01
         assert nn.functional.cross_entropy(model(x[:1437]), y[:1437]).item() < 1e-2
         accuracies.append((model(x[1437:]).argmax(1) == y[1437:]).float().mean().item())
     assert sum(accuracies) / 2 > 0.9

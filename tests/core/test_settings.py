@@ -13,7 +13,7 @@ from mechanic_plugins.core.settings import Rule, Settings
 
 NAN, INF = math.nan, math.inf
 
-# The settings, and fragments of the message: the value, the reason, what to write instead.
+# Settings with fragments of their error messages: the value, the reason, the alternative.
 ONE_LEARNER = ("the discount factor of one learner", "The paper's are (0.9, ")
 DISCOUNT = ("discount factor of past gradients", "1 keeps all of them")
 NEVER_LEAVES = ("would never leave zero", "The paper's is 1e-8")

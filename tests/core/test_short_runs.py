@@ -1,4 +1,4 @@
-"""Runs of 30 to 200 steps end where the ordinary learning rates, which nobody tuned, end them."""
+"""Runs of 30 to 200 steps end as well as with ordinary, untuned learning rates."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_short_run_is_as_good_as_at_an_ordinary_rate(base: str, steps: int, co
 
 @pytest.mark.parametrize("base", ORDINARY)
 def test_an_output_bias_at_the_targets_mean_does_not_set_the_scale(base: str) -> None:
-    """One weight of 1e4 among many small ones, as a regression on house prices starts with."""
+    """One weight of 1e4 among many small ones, as at the start of a regression on house prices."""
     scales = []
     for bias in (0.0, 1e4):
         torch.manual_seed(0)
@@ -78,7 +78,7 @@ def test_an_output_bias_at_the_targets_mean_does_not_set_the_scale(base: str) ->
 
 @pytest.mark.parametrize("base", ["Adam", "SGD-momentum"])
 def test_a_run_ends_alike_with_an_output_bias_of_any_size(base: str) -> None:
-    """AdamW's decay would pull the bias down by 100 times its lr in each step, with Mechanic or without."""
+    """AdamW is left out: its decay pulls the bias down by 100 times its lr in each step, even without Mechanic."""
     losses = []
     for bias in (0.0, 1e4):
         torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_a_run_ends_alike_with_an_output_bias_of_any_size(base: str) -> None:
 
 
 def test_weights_that_are_normalised_after_each_step_keep_their_rate() -> None:
-    """As in nGPT: the program, not the optimizer, puts them back onto a sphere."""
+    """As in nGPT, where the program and not the optimizer projects them onto a sphere."""
     rates = []
     for is_normalised in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The tuner's step in plain floats, without an optimizer: what it is a function of, and what must not matter to it."""
+"""The tuner's step in plain floats, without an optimizer: what it depends on and what it must not depend on."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mechanic_plugins.core.tuner_state import TunerState, initial_state, with_sc
 RULES = get_args(Rule)
 CPU = torch.device("cpu")
 FIRST = (0.0, 4.0, 3.0, 2.0, 0.0, 4.0)
-"""What the first step measures: |g| = 2, two weights of a mean root of 1.5, four of the gradient's elements not 0."""
+"""The sums of the first step: |g| = 2, two weights with a mean root of 1.5, four nonzero elements of the gradient."""
 STEPS: list[tuple[float, ...]] = [
     (-2.0, 4.0, 9.0, 0.5, 1.0, 0.0),
     (-3.0, 4.0, 9.0, 1.0, 4.0, 0.0),
     (1.0, 2.0, 9.0, 1.5, 6.0, 0.25),
     (-0.5, 1.0, 8.0, -1.5, 6.0, 0.0),
 ]
-"""dg falls and rises in sign, as on a real problem."""
+"""The sign of dg changes, as on a real problem."""
 
 
 def rows_of(settings: Settings, tuners: int = 1) -> list[Row]:
@@ -49,7 +49,7 @@ def played(steps: Sequence[Sequence[float]], settings: Settings | None = None, l
 
 
 def walk(seed: int, steps: int, lr: float = 1.0, factor: float = 1.0) -> list[float]:
-    """The scales of a run on a noisy quadratic of 8 weights, with SGD, in floats alone."""
+    """The scales of an SGD run on a noisy quadratic of 8 weights, computed in plain floats."""
     generator = np.random.default_rng(seed)
     x_0, curvature = generator.normal(size=8), np.logspace(-2, 0, 8)
     x, waiting, rows, scales = x_0.copy(), np.zeros(8), rows_of(Settings()), []
@@ -60,7 +60,7 @@ def walk(seed: int, steps: int, lr: float = 1.0, factor: float = 1.0) -> list[fl
         outcome = step(rows, [*sums, d @ d, 8 if t == 0 else 0], lrs=[lr])
         waiting = waiting - lr * g
         x = x - outcome.afters[0] * lr * g
-        scales.append(outcome.afters[0] * lr * factor)  # of what is minimised, at one lr
+        scales.append(outcome.afters[0] * lr * factor)  # normalised to a factor and lr of 1
     return scales
 
 
@@ -98,7 +98,7 @@ def test_it_is_a_function_of_its_inputs_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_tuners_do_not_know_of_each_other(rule: Rule) -> None:
-    """One row for each param group."""
+    """Each param group has its own row."""
     settings = Settings(rule=rule)
     other = [(-10 * dg, gg, 2 * xx, dx, dd, dp) for dg, gg, xx, dx, dd, dp in (FIRST, *STEPS)]
     together = rows_of(settings, 2)
@@ -109,7 +109,7 @@ def test_tuners_do_not_know_of_each_other(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", ["relative", "paper", "theory"])
 def test_nothing_is_played_before_there_is_a_delta(rule: Rule) -> None:
-    """A warm-up that starts at lr 0 has many such steps: no 0 / 0, and no count that starts too early."""
+    """A warm-up from lr 0 has many such steps: there must be no 0 / 0, and counting must not start too early."""
     first = FIRST if rule == "relative" else (0.0, 4.0, 9.0, 0.0, 0.0, 0.0)
     row = played([first, *[(0.0, 4.0, 9.0, 0.0, 0.0, 0.0)] * 4], Settings(rule=rule))
     assert row.played == 0
@@ -160,7 +160,7 @@ def test_an_outlier_of_one_tuner_skips_the_step_of_all() -> None:
 
 
 def test_outliers_are_skipped_a_few_times_only() -> None:
-    """Gradients that have grown for good, and those of a rare class, which come every 5,000 steps."""
+    """Gradients may have grown for good, or belong to a rare class that comes every 5,000 steps."""
     rows = [played([FIRST, *STEPS])]
     skipped = [step(rows, (0.0, 1e20, 9.0, 0.0, 1.0, 0.0)).skipped for _ in range(20)]
     assert skipped == sorted(skipped, reverse=True)
@@ -198,7 +198,7 @@ def test_s_decay_pulls_by_the_scale_that_was_played() -> None:
 @pytest.mark.parametrize("cap", [1e-6, 1e-9])
 def test_the_cap_holds_in_sum_and_keeps_the_shares(rule: Rule, cap: float) -> None:
     start = {} if rule == "relative" else {"s_init": 1.0}
-    steps = [(*each[:4], 1.0 if each is STEPS[0] else 0.0, each[5]) for each in STEPS]  # the same length for both
+    steps = [(*each[:4], 1.0 if each is STEPS[0] else 0.0, each[5]) for each in STEPS]  # same length for both
     free, capped = (played([FIRST, *steps], Settings(rule=rule, max_scale=at, **start)) for at in (None, cap))
     assert free.played > cap
     assert capped.played == pytest.approx(cap, rel=1e-15)
@@ -207,7 +207,7 @@ def test_the_cap_holds_in_sum_and_keeps_the_shares(rule: Rule, cap: float) -> No
 
 
 def test_the_evidence_moves_the_scale_by_a_bounded_factor() -> None:
-    """However long a run agrees with itself, where its updates stay as long as the first."""
+    """Holds however long the evidence agrees, as long as updates keep the length of the first."""
     for sign, bound in ((-1.0, math.exp(3)), (1.0, math.exp(-3))):
         rows = [played([FIRST, STEPS[0]])]
         once, length = rows[0].played, rows[0].length
@@ -218,7 +218,7 @@ def test_the_evidence_moves_the_scale_by_a_bounded_factor() -> None:
 
 
 def test_a_walk_that_goes_all_ways_keeps_the_scale() -> None:
-    """n steps make a distance of sqrt(n) steps; straight on they make n, and the scale falls as 1 / sqrt(n)."""
+    """A random walk of n steps covers sqrt(n) steps; a straight one covers n, and its scale falls as 1 / sqrt(n)."""
     scales = {}
     for way in (0.5, 1.0):
         rows = [played([FIRST, STEPS[0]])]
@@ -233,7 +233,7 @@ def test_a_walk_that_goes_all_ways_keeps_the_scale() -> None:
 
 @pytest.mark.parametrize("steps", [400, 8_000])
 def test_the_window_of_the_evidence_is_the_same_in_a_long_run(steps: int) -> None:
-    """Two hundred steps with the opposite evidence outweigh all that was there, and twenty do not."""
+    """Two hundred steps of opposite evidence outweigh all earlier evidence, and twenty do not."""
     rows, signs = [played([FIRST, STEPS[0]])], []
     for t in range(steps + 200):
         direction = -1.0 if t < steps else 1.0
@@ -244,7 +244,7 @@ def test_the_window_of_the_evidence_is_the_same_in_a_long_run(steps: int) -> Non
 
 
 def test_evidence_of_an_earlier_rule_is_bounded_too() -> None:
-    """Checkpoints made while the window grew with the run hold thousands of steps: they would be 10 in the exponent."""
+    """Checkpoints from when the window grew with the run hold thousands of steps: that would give an exponent of 10."""
     row = played([FIRST, *STEPS[:2]])
     before, row.r, row.v, row.m = row.copy(), [5000.0], [5000.0], [5000.0]
     for each in (row, before):
@@ -253,7 +253,7 @@ def test_evidence_of_an_earlier_rule_is_bounded_too() -> None:
 
 
 def test_steps_that_hardly_move_prove_little() -> None:
-    """At a thousandth of the run's mean scale, evidence counts a thousandth: a scale that fell can rise again."""
+    """At a thousandth of the run's mean scale, evidence counts a thousandth, so that a fallen scale can rise again."""
     row = played([FIRST, *STEPS[:2]])
     row.played, before = row.travelled / row.elapsed / 1000, row.v[0]
     step([row], (1.0, 1.0, 9.0, 0.0, row.length**2 * row.path, 0.0))
@@ -287,7 +287,7 @@ def test_clipped_gradients_are_what_the_rule_sees() -> None:
 
 
 def test_scaled_gradients_scale_their_sums() -> None:
-    """What engines use to unscale and clip after the sums were taken."""
+    """Engines use this to unscale and clip after taking the sums."""
     d, g, x = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
     factor = torch.tensor(0.25, dtype=torch.float64)
 
@@ -300,7 +300,7 @@ def test_scaled_gradients_scale_their_sums() -> None:
 
 
 def test_a_schedule_that_stands_at_zero_at_the_first_move() -> None:
-    """One group's, while others train. The path of what was only measured is no part of the run's."""
+    """One group's schedule is at zero while others train. Steps that are only measured add nothing to its path."""
     rows = [played([FIRST])]
     step(rows, STEPS[0], lrs=[0.0])
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What the ranks do for the tests of checkpoints."""
+"""The ranks' part of the checkpoint tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SAVED_AT = 8
 
 
 def run_and_resume(rank: int, case: Case, folder: str) -> dict[str, Any]:
-    """Trains on after saving; then loads into fresh objects with other weights, and trains on from there."""
+    """Continues training after a save; then loads it into new objects with other weights and trains those."""
     start(rank)
     engine, opt = engine_of(case)
     train(engine, opt, case, range(SAVED_AT))
@@ -42,7 +42,7 @@ def load_and_train(case: Case, folder: str, tag: str) -> dict[str, Any]:
 
 
 def run_and_convert(rank: int, case: Case, folder: str, ours: bool) -> dict[str, Any]:
-    """Trains on after saving; rank 0 then converts what was saved to a universal checkpoint."""
+    """Continues training after a save; rank 0 then converts the checkpoint to a universal one."""
     start(rank)
     engine, opt = engine_of(case)
     train(engine, opt, case, range(SAVED_AT))

@@ -1,4 +1,4 @@
-"""What the ranks do: train a small model under DeepSpeed, and say plainly what happened."""
+"""The ranks' part: trains a small model under DeepSpeed and returns plain values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mechanic_plugins.core.tuner import SUMS
 
 MICRO_BATCH = 4
 SPIKE = 8
-"""The step that `Case.spike` is for."""
+"""The step at which `Case.spike` applies."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train. The data do not depend on the number of ranks, so that one process can do the same."""
+    """One way to train. The data do not depend on the number of ranks, so that a single process can do the same."""
 
     stage: int = 0
     base: str = "AdamW"
@@ -41,7 +41,7 @@ class Case:
     global_micro_batch: int = 8
     seed: int = 0
     spike: float = 1.0
-    """How much larger the targets of step `SPIKE` are."""
+    """The factor on the targets of step `SPIKE`."""
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -56,7 +56,7 @@ class Case:
 
 
 class Model(nn.Module):
-    """Sizes that no number of ranks divides: one parameter has fewer elements than there are ranks."""
+    """A model whose sizes no number of ranks divides; one parameter has fewer elements than there are ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def param_groups(network: nn.Module, case: Case) -> Any:
 
 
 def warm_up(groups: Any, case: Case, step: int) -> None:
-    """The learning rates of this step, as a schedule sets them."""
+    """Sets the learning rates of this step, as a schedule would."""
     if case.warmup:
         for index, group in enumerate(groups):
             peak = case.base_options["lr"] / (4 if index else 1)
@@ -163,23 +163,23 @@ def config_of(case: Case, world_size: int) -> dict[str, Any]:
 
 @functools.cache
 def ask_for_the_cpu_once() -> None:
-    """DeepSpeed asks for each optimizer, by a process of its own."""
+    """Caches the CPU information, which DeepSpeed queries in a new process for each optimizer."""
     import cpuinfo
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 def start(rank: int) -> None:
-    """DeepSpeed's own start, on top of the process group that this rank has."""
+    """Starts DeepSpeed on top of this rank's process group."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
     ask_for_the_cpu_once()
     import deepspeed
     from deepspeed.runtime import torch_autocast
 
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # else it is on for every engine after the first that has it
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # otherwise it stays on for every later engine
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about names that DeepSpeed calls
-    # torch computes in float16 on any CPU; DeepSpeed wants one that does it in hardware
+    warnings.filterwarnings("ignore", category=FutureWarning)  # from torch, about names that DeepSpeed uses
+    # torch supports float16 on any CPU; DeepSpeed requires hardware support
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
     with quiet():
         deepspeed.init_distributed(dist_backend="gloo")
@@ -192,7 +192,7 @@ def quiet() -> Iterator[None]:
 
 
 def engine_of(case: Case, network: nn.Module | None = None, optimizer: Any = None) -> tuple[Any, Any]:
-    """A DeepSpeed engine, and the mechanized optimizer in it."""
+    """Returns a DeepSpeed engine and its mechanized optimizer."""
     import deepspeed
 
     import mechanic_plugins.deepspeed
@@ -240,7 +240,7 @@ def train(engine: Any, opt: Any, case: Case, steps: range) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counted_reductions() -> Iterator[list[int]]:
-    """Mechanic's all-reduces: the sums and a count, in float64."""
+    """Records Mechanic's all-reduces, which are sums and a count in float64."""
     original, calls = dist.all_reduce, []
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +261,7 @@ def weights_of(engine: Any) -> dict[str, list[float]]:
 
 
 def full_weight(p: Any) -> Tensor:
-    """The model's own where it is whole: DeepSpeed's function mixes parameters up under round_robin_gradients."""
+    """The model's own tensor if it is whole: DeepSpeed's function mixes up parameters under round_robin_gradients."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     whole = p.dtype == torch.float32 and not hasattr(p, "ds_id")
@@ -278,7 +278,7 @@ def run(rank: int, case: Case) -> dict[str, Any]:
 
 
 def run_without_reduction(rank: int, case: Case) -> dict[str, Any]:
-    """What the other implementations do: every rank tunes on its own piece."""
+    """Lets every rank tune on its own piece, as the other implementations do."""
     from mechanic_plugins.distributed.reduction import Reduction
 
     original = Reduction.__call__
@@ -289,13 +289,13 @@ def run_without_reduction(rank: int, case: Case) -> dict[str, Any]:
         Reduction.__call__ = original  # type: ignore[method-assign]
 
 
-# -------------------------------------------------------------------- the books, kept by hand
+# -------------------------------------------------------------------- recomputing h and moves
 
 
 def audit(engine: Any, opt: Any, case: Case, steps: range) -> dict[str, list[Any]]:
-    """Trains, and recomputes each step's h from the full tensors that DeepSpeed gives back.
+    """Trains, and recomputes each step's h from the full tensors that DeepSpeed returns.
 
-    Made for low precision and for experts, where no single process can do the same training.
+    For low precision and experts, where no single process can do the same training.
     """
     books: dict[str, list[Any]] = {"h": [], "expected_h": [], "error": [], "s": [], "reductions": []}
     for step in steps:
@@ -318,7 +318,7 @@ def audit(engine: Any, opt: Any, case: Case, steps: range) -> dict[str, list[Any
 
 
 def full_tensors(engine: Any, opt: Any, *, gradients: bool = True) -> dict[str, dict[str, Tensor]]:
-    """x, what is kept for it, the d of the sums and g of every parameter on this rank, whole."""
+    """For every parameter on this rank, the full x, its reference or delta, the d of the sums, and g."""
     from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
     tensors = {}
@@ -326,7 +326,7 @@ def full_tensors(engine: Any, opt: Any, *, gradients: bool = True) -> dict[str, 
     published = opt.settings.rule != "relative"
     slot = "mechanic_delta" if published else "mechanic_ref"
     if moved and hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        # DeepSpeed links after the first group's first step, when the other groups have no state yet
+        # DeepSpeed links them after the first group's first step, when the other groups have no state yet
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, p in engine.module.named_parameters():
@@ -348,7 +348,7 @@ def full_tensors(engine: Any, opt: Any, *, gradients: bool = True) -> dict[str, 
 def expected_h(
     engine: Any, case: Case, tensors: dict[str, dict[str, Tensor]], scale: float, s_decay: float | None
 ) -> float:
-    """From the definition, in float64, with gradients as they are after unscaling and clipping."""
+    """Computes h by its definition in float64, with unscaled and clipped gradients."""
     own = {"dg": ("d", "g"), "gg": ("g", "g"), "xx": ("x", "x"), "dx": ("d", "x")}
     sums = torch.zeros(4, dtype=torch.float64)
     experts = torch.zeros(4, dtype=torch.float64)
@@ -369,7 +369,7 @@ def expected_h(
 
 
 def move_error(before: Any, after: Any, scale: float, new_scale: float) -> float:
-    """By a published rule x' - x = S' delta' - S delta, whatever the base did."""
+    """The error in x' - x = S' delta' - S delta, which holds by a published rule whatever the base did."""
     errors = []
     for name, old in before.items():
         new = after[name]
@@ -379,7 +379,7 @@ def move_error(before: Any, after: Any, scale: float, new_scale: float) -> float
 
 
 def ref_error(before: Any, after: Any, scale: float) -> float:
-    """By the default rule the references stay, once the weights move."""
+    """The change of the references, which stay constant by the default rule once the weights move."""
     return (
         0.0 if scale == 0 else max((after[name]["ref"] - old["ref"]).abs().max().item() for name, old in before.items())
     )

@@ -1,4 +1,4 @@
-"""What the ranks do for the tests of low precision, of gradients that are not finite, and of experts."""
+"""The ranks' part of the tests of low precision, non-finite gradients and experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def run_replayed(rank: int, case: Case) -> dict[str, float]:
-    """Stage 0 in bf16, and a plain mechanized optimizer on float32 copies that is given the same gradients."""
+    """Runs stage 0 in bf16, and a plain mechanized optimizer on float32 copies with the same gradients."""
     from mechanic_plugins import mechanize
 
     start(rank)
@@ -36,7 +36,7 @@ def run_replayed(rank: int, case: Case) -> dict[str, float]:
 
 
 def run_with_nan(rank: int, case: Case, at: int) -> dict[str, Any]:
-    """Ten steps; in one of them rank 1's loss is NaN."""
+    """Makes ten steps, with a NaN loss on rank 1 in one of them."""
     start(rank)
     engine, opt = engine_of(case)
     seen: dict[str, Any] = {"s": [], "h": [], "scale": []}
@@ -54,13 +54,13 @@ def run_with_nan(rank: int, case: Case, at: int) -> dict[str, Any]:
 
 
 def everything(engine: Any, opt: Any) -> dict[str, Any]:
-    """This rank's weights, moments and deltas, and the tuner."""
+    """This rank's weights, moments, deltas and tuner."""
     state = [[v.tolist() if isinstance(v, Tensor) else v for v in entries.values()] for entries in opt.state.values()]
     return {"weights": weights_of(engine), "state": state, "s": opt.tuner.s.tolist()}
 
 
 class Experts(nn.Module):
-    """One layer that all ranks share, and one of experts."""
+    """A model with one layer shared by all ranks and one of experts."""
 
     def __init__(self, ep_size: int) -> None:
         super().__init__()

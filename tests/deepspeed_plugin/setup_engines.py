@@ -1,4 +1,4 @@
-"""What the ranks do for the tests of how Mechanic gets into an engine."""
+"""The ranks' part of the tests of how Mechanic gets into an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_from_json(rank: int, case: Case) -> dict[str, Any]:
 
 
 def run_given(rank: int, case: Case, what: str) -> dict[str, Any]:
-    """A class that is to be mechanized, or a function that mechanizes, in an optimizer's place."""
+    """Passes a mechanized class, or a function that builds one, in place of an optimizer."""
     from mechanic_plugins import mechanize
 
     start(rank)
@@ -35,7 +35,7 @@ def run_given(rank: int, case: Case, what: str) -> dict[str, Any]:
 
 
 def run_with_scheduler(rank: int, case: Case) -> dict[str, Any]:
-    """A scheduler on the mechanized optimizer, built before the engine, and one that the engine builds."""
+    """Uses a scheduler built on the mechanized optimizer before the engine, and one built by the engine."""
     import deepspeed
 
     import mechanic_plugins.deepspeed as plugin
@@ -122,7 +122,7 @@ def refusal_of_pipelines(rank: int, case: Case) -> str:
     try:
         return message(ValueError, lambda: engine_of(case, network=network, optimizer=opt))
     finally:
-        groups.mpu = None  # DeepSpeed remembers the pipeline for every engine to come
+        groups.mpu = None  # DeepSpeed keeps the pipeline for all later engines
 
 
 def refusal_of_groups(rank: int, case: Case) -> str:
@@ -137,7 +137,7 @@ def refusal_of_clipping(rank: int, case: Case) -> str:
 
 @contextlib.contextmanager
 def plugin_not_imported() -> Iterator[None]:
-    """DeepSpeed's own methods: an engine that is built here has never heard of Mechanic."""
+    """Restores DeepSpeed's own methods, so that an engine built here knows nothing of Mechanic."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     import mechanic_plugins.deepspeed  # noqa: F401
@@ -165,7 +165,7 @@ def train_unattached(rank: int, case: Case) -> str:
 
 
 def attach_late(rank: int, case: Case) -> dict[str, Any]:
-    """The engine is built without the plugin, and attached to before its first step."""
+    """Builds an engine without the plugin and attaches it before the first step."""
     import mechanic_plugins.deepspeed as plugin
 
     start(rank)
@@ -186,7 +186,7 @@ def step_past_the_engine(rank: int, case: Case) -> str:
 
 
 def peak_of_a_step(rank: int, case: Case, hidden: int) -> dict[str, float]:
-    """The largest tensor, in elements, that a step allocates beside what it keeps, and this rank's largest piece."""
+    """The elements of the largest temporary tensor of a step, and of this rank's largest piece."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     start(rank)

@@ -1,4 +1,4 @@
-"""A resumed run is the run that was not interrupted: to the last bit on as many ranks, within rounding on others."""
+"""A resumed run equals the uninterrupted one: bit for bit on as many ranks, up to rounding on other numbers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_resumed_to_the_last_bit(engines: Engines, case: Case, tmp_path: Path) -
         assert size(straight["s"]) > 0
 
 
-# How many ranks continue. In bf16 another number rounds the gradients elsewhere; at stages 1 and 2 DeepSpeed cannot
-# load a group that is too small to leave every rank a piece (here: 11 weights on 4 ranks).
+# Numbers of ranks that resume. In bf16, another number rounds the gradients elsewhere; at stages 1 and 2, DeepSpeed
+# cannot load a group too small to leave every rank a piece (here: 11 weights on 4 ranks).
 UNIVERSAL = [
     *((CASE.but(stage=stage, options=LARGER), (2, 1, 4)) for stage in (1, 2, 3)),
     (CASE.but(stage=2, options={"settings": replace(LARGER["settings"], scope="group")}, param_groups=2), (1,)),

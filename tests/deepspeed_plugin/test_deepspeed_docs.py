@@ -1,4 +1,4 @@
-"""The block of docs/deepspeed.md as it is printed, on two ranks."""
+"""Runs the code block of docs/deepspeed.md verbatim on two ranks."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ VARIANTS = [
     *(Case(stage=stage, param_groups=2, options={"scope": "group"}) for stage in (1, 3)),
     *(Case(steps=14, stage=stage, param_groups=2, warmup=10, options=LARGER) for stage in (0, 1, 2, 3)),
     Case(steps=14, stage=2, param_groups=2, warmup=10, options={"scope": "group"}),
-    # ZeRO-3 steps one group at a time and leaves the others empty, which Lion did not take
+    # ZeRO-3 steps one group at a time and leaves the others empty, which Lion used to reject
     Case(stage=3, base="Lion", param_groups=2, options={"rule": "paper"}),
     Case(steps=14, stage=3, warmup=10, options=LARGER, **CPU_ADAM),
     Case(stage=2, base_options={"lr": 1e-3, "weight_decay": 0.01}),
@@ -64,7 +64,7 @@ VARIANTS = [
 
 
 def distance(a: Any, b: Any) -> float:
-    """The largest absolute difference between two nests of numbers."""
+    """The largest absolute difference between two nested structures of numbers."""
     if isinstance(a, dict):
         return max(distance(a[key], b[key]) for key in a.keys() | b.keys())
     if isinstance(a, list):
@@ -77,7 +77,7 @@ def size(a: Any) -> float:
 
 
 def assert_same_training(case: Case, ranks: list[dict[str, Any]], plain: dict[str, Any]) -> None:
-    """Weights, h and s of every step; s to the last bit on all ranks. h too: s cannot tell h from twice h."""
+    """Compares weights, h (s cannot tell h from twice h) and s of every step; s must be bit-equal on all ranks."""
     tolerance = 1e-5 if case.base == "DeepSpeedCPUAdam" else 5e-6
     for seen in ranks:
         assert seen["s"] == ranks[0]["s"], "every rank must have the same scales, to the last bit"
@@ -113,19 +113,19 @@ def test_variants(engines: Engines, case: Case) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_default_rule(engines: Engines, stage: int) -> None:
-    """Its first step has sums of its own."""
+    """Its first step takes different sums."""
     check(engines, 2, Case(steps=12, stage=stage, param_groups=2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])  # what two ranks see of the others
+@pytest.mark.parametrize("stage", [1, 3])  # two ranks cover the other stages
 def test_four_ranks(engines: Engines, stage: int) -> None:
     check(engines, 4, Case(stage=stage, clip=0.1, param_groups=2, options=LARGER))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_that_tune_alone_are_caught(engines: Engines, stage: int) -> None:
-    """The authors' package gives every rank a scale of its own: these tests must see that."""
+    """The authors' package gives every rank its own scale, which these tests must detect."""
     case = Case(stage=stage, options=LARGER)
     ranks = engines(2)(on_rank.run_without_reduction, case)
     assert ranks[0]["s"] != ranks[1]["s"]

@@ -1,7 +1,7 @@
 """bf16, fp16 with its skipped steps, gradients that are not finite, and experts.
 
-No single process rounds as these do. So each step's h and move are recomputed from the full weights, gradients and
-deltas that DeepSpeed gives back.
+No single process rounds as these do, so each step's h and move are recomputed from the full weights, gradients and
+deltas that DeepSpeed returns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_every_step_is_mechanics(engines: Engines, case: Case) -> None:
 
 
 def test_a_skipped_step_leaves_no_trace(engines: Engines) -> None:
-    """An overflow is DeepSpeed's to handle: no all-reduce, no step of the tuner, the same scales as before."""
+    """DeepSpeed handles an overflow: there is no all-reduce and no step of the tuner, and the scales stay the same."""
     case = Case(stage=2, config=FP16, options=LARGER, steps=16)
     for seen in engines(2)(run_audit, case):
         skipped = [index for index, count in enumerate(seen["reductions"]) if not count]
@@ -64,7 +64,7 @@ def test_a_skipped_step_leaves_no_trace(engines: Engines) -> None:
 
 @pytest.mark.parametrize("base", ["AdamW", "SGD"])
 def test_bf16_at_stage_0_starts_at_the_models_weights(engines: Engines, base: str) -> None:
-    """DeepSpeed steps the base once with zero gradients: at an lr of 1 its weight decay would take 10% off."""
+    """DeepSpeed steps the base once with zero gradients, whose weight decay at an lr of 1 would remove 10%."""
     case = Case(base=base, base_options={"lr": 1.0, "weight_decay": 0.1}, config=BF16, options=LARGER, steps=10)
     ranks = engines(2)(on_rank.run_replayed, case)
     assert ranks[0] == ranks[1]
@@ -94,7 +94,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(engines
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_experts(engines: Engines, stage: int, ep_size: int) -> None:
-    """With ep_size 2 the two ranks hold different experts, also at stage 0, where nothing else is sharded."""
+    """With ep_size 2 the two ranks hold different experts, even at stage 0, where nothing else is sharded."""
     case = Case(stage=stage, options=LARGER, steps=10)
     ranks = engines(2)(on_rank.run_experts, case, ep_size)
     assert ranks[0]["s"] == ranks[1]["s"]

@@ -1,4 +1,4 @@
-"""How Mechanic gets into an engine, what it refuses, and that no rank ever tunes alone."""
+"""How Mechanic gets into an engine, what it refuses, and that no rank tunes on its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def json_optimizer(name: str, **params: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_from_the_config_file(engines: Engines, stage: int) -> None:
-    """Mechanic's options stand beside the base's arguments."""
+    """Mechanic's options are given together with the base's arguments."""
     params = {"lr": 1.0, "weight_decay": 0.01, "eps": 1e-6, "betas": [0.9, 0.99], "max_scale": 0.5}
     case = Case(stage=stage, config=json_optimizer("MechanicAdamW", **params), steps=12)
     ranks = engines(2)(on_rank.run_from_json, case)
@@ -50,7 +50,7 @@ def test_an_offloaded_one_from_the_config_file_is_deepspeeds_own(engines: Engine
 
 
 def test_torch_adam_without_offload_changes_nothing(engines: Engines) -> None:
-    """It was handed to AdamW, which has no such argument."""
+    """It used to be passed to AdamW, which has no such argument."""
     case = Case(stage=2, config=json_optimizer("MechanicAdamW", lr=1.0, torch_adam=True), steps=2)
     assert engines(1)(on_rank.run_from_json, case)[0]["base"] == "AdamW"
 
@@ -84,7 +84,7 @@ def test_attaching_again_changes_nothing(engines: Engines, stage: int) -> None:
     assert seen == dict.fromkeys(seen, True)
 
 
-# -------------------------------------------------------------------- never alone
+# -------------------------------------------------------------------- no rank tunes alone
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_step_takes_no_more_memory_than_a_sub_group_has(engines: Engines, stag
 
 
 def test_a_stale_lock_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed build leaves torch's lock behind, on which every later build waits for ever."""
+    """A killed build leaves torch's lock behind, and every later build waits for it forever."""
     monkeypatch.setattr(build_ops, "extensions_dir", lambda: tmp_path)
     for op in build_ops.OPS:
         (tmp_path / op).mkdir()
@@ -195,7 +195,7 @@ def test_without_a_compiler_it_is_said_and_ci_fails(
 
 
 def test_a_build_that_takes_minutes_is_announced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """DeepSpeed's first run on a CPU compiled without a word."""
+    """DeepSpeed's first run on a CPU used to compile silently."""
     import mechanic_plugins.deepspeed as plugin
 
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""One small network in every way of spreading it over ranks, and one training loop for all of them."""
+"""A small network, all the ways to spread it over ranks, and one training loop for all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mechanic_plugins import MechanicOptimizer, mechanize
 
 BATCH = 24
-COUNTED_STEPS = (0, 1, 4)  # counting is slow
+COUNTED_STEPS = (0, 1, 4)  # at these steps only, as counting is slow
 
 
 class Block(nn.Module):
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Odd sizes by default: shards are uneven, and the head's 3 rows leave the last of 4 ranks with none."""
+    """Has odd sizes by default, so that shards are uneven and the head's 3 rows leave the last of 4 ranks empty."""
 
     def __init__(self, *, even: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def make_net(*, even: bool, dtype: torch.dtype, seed: int = 0) -> Net:
 
 
 def batch(step: int, *, even: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The global batch of a step: every run sees the same."""
+    """The global batch of a step, the same in every run."""
     x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(1000 + step), dtype=torch.float64)
     w = torch.randn(6, 4 if even else 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     return x.to(dtype), torch.sin(x @ w).to(dtype)
@@ -66,13 +66,13 @@ def batch(step: int, *, even: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 @dataclass
 class Setup:
-    """A model spread over ranks. `dp_rank` of `dp_size` says which part of the batch this rank takes."""
+    """A model spread over ranks. This rank takes part `dp_rank` of `dp_size` of the batch."""
 
     model: nn.Module
     dp_rank: int
     dp_size: int
     finish_gradients: Callable[[], None] = lambda: None
-    """What the user does for parameters that the framework leaves alone."""
+    """The user's own reduction for parameters that the framework leaves alone."""
 
 
 def _rank_and_size() -> tuple[int, int]:
@@ -118,7 +118,7 @@ def hsdp(net: Net) -> Setup:
 
 
 def mixed_meshes(net: Net) -> Setup:
-    """One block over all ranks, the other hybrid, the head left plain: three weights in one optimizer."""
+    """Shards one block over all ranks, the other hybrid, and leaves the head plain: three weights in one optimizer."""
     size = dist.get_world_size()
     hybrid = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     flat = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
@@ -140,7 +140,7 @@ def tp(net: Net) -> Setup:
 
 
 def sequence_parallel(net: Net) -> Setup:
-    """Norms over sharded activations: their weights are Replicate, their gradients Partial."""
+    """Sequence parallel: norms over sharded activations have Replicate weights and Partial gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
     def forward(self: Block, x: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def fsdp2_tp(net: Net) -> Setup:
 
 
 def ddp_tp(net: Net) -> Setup:
-    """Tensor parallel on a submesh, replicas averaged by hand: replication that no placement shows."""
+    """Tensor parallel on a submesh, with replicas averaged by hand: no placement shows this replication."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     for block in net.blocks:
         parallelize_module(block, mesh["tp"], _TP_PLAN)
@@ -221,20 +221,20 @@ BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Collectives(TorchDispatchMode):
-    """Counts them. torch's CommDebugMode notes more about every operation, which takes as long as the step."""
+    """Counts collectives. torch's CommDebugMode records more about every operation, which takes as long as the step."""
 
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # its own operations come next
+            return NotImplemented  # the operations inside it come next
         self.count += func.namespace == "c10d"
         return func(*args, **(kwargs or {}))
 
 
 @dataclass
 class Run:
-    """A model and its optimizer, half way through training."""
+    """A model and its optimizer during training."""
 
     setup: Setup
     optimizer: MechanicOptimizer
@@ -306,7 +306,7 @@ class Run:
             yield
 
     def weights(self) -> dict[str, list[Any]]:
-        """The whole weights, by name."""
+        """The full weights by name."""
         model = self.setup.model
         if isinstance(model, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(model, writeback=False):

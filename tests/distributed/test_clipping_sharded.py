@@ -1,4 +1,4 @@
-"""`max_grad_norm` clips by the norm over all ranks, in every set-up, and needs no collective of its own."""
+"""`max_grad_norm` clips by the norm over all ranks in every set-up, without an extra collective."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from setups import Run, full
 from test_sharded import BASES, CASES, STEPS, TOLERANCE
 
 NORM = 0.3
-# The norm is one more of the sums that test_sharded.py compares in every case, and counted as they are. So here is one
-# case for each kind of tensor that a gradient may be, and for each kind of counting.
+# The norm is one more sum, counted like those that test_sharded.py compares in every case. So one case for each kind
+# of gradient tensor and each kind of counting is enough here.
 CLIPPED = [
     case
     for case in CASES
@@ -52,12 +52,12 @@ _ALONE: dict[str, Result] = {}
 
 
 def alone(options: dict[str, Any]) -> Result:
-    """Unsharded, with a clip before the step."""
+    """The unsharded run, with a clip before the step."""
     key = repr(sorted(options.items()))
     if key not in _ALONE:
         plain = {name: value for name, value in options.items() if name != "max_grad_norm"}
         clipped, unclipped = train(0, "alone", plain, NORM), train(0, "alone", plain)
-        with pytest.raises(AssertionError):  # or else the comparison proves nothing
+        with pytest.raises(AssertionError):  # otherwise the comparison proves nothing
             assert_close(clipped, unclipped, tolerance=1e-3)
         _ALONE[key] = clipped
     return _ALONE[key]
@@ -67,14 +67,14 @@ def alone(options: dict[str, Any]) -> Result:
 def test_sharded_clipping_equals_a_clip_before_the_step(
     ranks: Callable[[int], Ranks], name: str, world: int, even: bool, collectives: int
 ) -> None:
-    # one base and precision each, all four in turn: every case has met both bases and both precisions in test_sharded
+    # each case gets one of the four pairs of base and precision, as test_sharded runs every case with both of each
     turn = CLIPPED.index((name, world, even, collectives))
     options = {"base": BASES[turn % 2], "dtype": sorted(TOLERANCE)[turn // 2 % 2], "even": even, "max_grad_norm": NORM}
     results = ranks(world)(train, name, options)
     assert set(results[0]["collectives"][1:]) == {collectives}
     expected = alone(options)
     assert_all_close(results, expected, tolerance=TOLERANCE[str(options["dtype"])])
-    for rank in results:  # the norm before clipping, which the unsharded run, clipped by hand, has no more
+    for rank in results:  # norms before clipping, which the run clipped by hand no longer has
         assert max(rank["norms"]) > NORM
         assert rank["norms"] == results[0]["norms"]
     assert max(expected["norms"]) <= NORM * (1 + 1e-6)

@@ -1,4 +1,4 @@
-"""A sharded run that began without Mechanic."""
+"""A sharded run that starts without Mechanic and continues with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def states(model: Any, opt: torch.optim.Optimizer, options: StateDictOptions) ->
 
 
 def join(rank: int, folder: str, form: str) -> dict[str, Any]:
-    """Trains plainly, loads that into a mechanized optimizer, and says what became of its moments and its scale."""
+    """Trains without Mechanic, loads that into a mechanized optimizer, and returns its moments and scale."""
     options, run = StateDictOptions(**FORMS[form]), Run.start("fsdp2", counted=False)
     plain = BASES["adamw"](run.setup.model.parameters())
     for step in range(5):
@@ -60,7 +60,7 @@ def join(rank: int, folder: str, form: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_mechanic_joins_a_sharded_run(ranks: Callable[[int], Ranks], tmp_path: Path, form: str) -> None:
-    """torch raised a KeyError ('param_groups.first.mechanic_s'), or said that mechanic_delta was missing."""
+    """torch used to raise a KeyError ('param_groups.first.mechanic_s') or to report a missing mechanic_delta."""
     first, second = ranks(2)(join, str(tmp_path), form)
     assert first == second
     (warning,) = first["warnings"]

@@ -38,10 +38,10 @@ def test_offloaded_shards_train_the_same(ranks: Callable[[int], Ranks]) -> None:
     [
         (["cpu"], "cpu", "cpu"),
         (["cuda"], "cuda:1", "cuda:1"),
-        (["cuda"], "cpu", "cuda:3"),  # NCCL alone, offloaded shards
+        (["cuda"], "cpu", "cuda:3"),  # NCCL only, offloaded shards
         (["cpu", "cuda"], "cpu", "cpu"),
         (["cpu", "cuda"], "cuda:1", "cuda:1"),
-        (["cpu"], "cuda:1", "cpu"),  # gloo for the CPU alone
+        (["cpu"], "cuda:1", "cpu"),  # gloo, for the CPU only
     ],
 )
 def test_the_sums_travel_where_the_group_can_reduce(

@@ -1,4 +1,4 @@
-"""Gradients that are far off, on shards: all ranks skip them, or begin anew, together and as one process would."""
+"""Outlier gradients on shards: all ranks skip them or start over together, as a single process would."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(rank: int, name: str, base: str, factors: dict[int, float]) -> dict[st
 
 
 SPREAD = [("ddp", 2), ("fsdp2", 4), ("hsdp", 4), ("fsdp1_full_shard_flat", 2)]
-CASES = [  # every two of the three meet
+CASES = [  # pairwise: each pair of spread, base and time occurs
     (name, world, ("adamw", "sgd")[(row + column) % 2], when)
     for row, (name, world) in enumerate(SPREAD)
     for column, when in enumerate(FACTORS)
@@ -53,7 +53,7 @@ def test_ranks_drop_an_outlier_as_one_process_does(
 def test_ranks_drop_an_update_that_jumps_as_one_process_does(
     ranks: Callable[[int], Ranks], name: str, world: int
 ) -> None:
-    """RAdam's sixth, since the gradients are short."""
+    """That is RAdam's sixth update, since the gradients are short."""
     factors = dict.fromkeys(range(STEPS), 1e-4)
     expected = train(0, "alone", "radam", factors)
     assert expected["tuner"]["steps"] == STEPS - 1
@@ -61,7 +61,7 @@ def test_ranks_drop_an_update_that_jumps_as_one_process_does(
 
 
 def train_resumed(rank: int, stop: int) -> list[Any]:
-    """A first gradient that is forgotten at the second step, with a checkpoint after `stop` steps."""
+    """Trains with a first gradient that the second step forgets, and a checkpoint after `stop` steps."""
     run = Run.start("fsdp2", counted=False)
     for step in range(STEPS):
         if step == stop:

@@ -1,4 +1,4 @@
-"""The fixture itself: a distributed test that could not fail would prove nothing."""
+"""Tests the fixture `ranks` itself: a distributed test that could not fail would prove nothing."""
 
 from __future__ import annotations
 

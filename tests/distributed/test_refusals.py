@@ -1,4 +1,4 @@
-"""What cannot be counted rightly is refused with a sentence, never counted wrongly."""
+"""Set-ups whose sums cannot be counted correctly are refused with a clear message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that share some weights and not others, that fail alone, or that stop early."""
+"""Ranks that share only some weights, fail alone or stop early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 60
 
 
 class Experts(nn.Module):
-    """Two shared layers and, between them, one that DDP does not average; on ranks that have one."""
+    """Two shared layers and, on ranks with an expert, a layer between them that DDP does not average."""
 
     def __init__(self, rank: int, *, has_expert: bool, same_start: bool) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ def train_experts(rank: int, everywhere: bool, by_hand: bool) -> dict[str, Any]:
 def test_experts_of_single_ranks_do_not_pull_the_shared_weights_apart(
     ranks: Callable[[int], Ranks], everywhere: bool
 ) -> None:
-    """Each rank's sums held its own experts: the scales parted, and the shared weights by 0.005 in 100 steps."""
+    """Each rank's sums used to include its own experts: scales diverged, and shared weights by 0.005 in 100 steps."""
     results = ranks(2)(train_experts, everywhere, False)
     assert results[0]["shared"] == results[1]["shared"]
     assert results[0]["scale"] == results[1]["scale"] > 0
     assert results[0]["expert"] != results[1]["expert"]
-    assert results[0]["counted"] == [0.5, 1.0]  # the shared ones once between the two, the expert whole
+    assert results[0]["counted"] == [0.5, 1.0]  # shared weights half per rank, the expert in full
 
 
 def test_replicas_averaged_by_hand_are_counted_once(ranks: Callable[[int], Ranks]) -> None:
@@ -119,7 +119,7 @@ def _fail(*_: Any) -> None:
 
 
 def test_a_rank_whose_base_fails_alone_plays_on_at_the_others_scale(ranks: Callable[[int], Ranks]) -> None:
-    """Its tuner went back while the other ranks' went on: two scales in one model, for good."""
+    """Its tuner used to roll back while the other ranks' continued: two scales in one model from then on."""
     results = ranks(2)(fail_alone)
     assert results[0] == results[1]
     assert results[0]["steps"] == 12
@@ -142,7 +142,7 @@ def join(rank: int, sync_replicas: bool) -> str:
 
 
 def test_sync_replicas_under_join_is_refused_before_a_rank_waits(ranks: Callable[[int], Ranks]) -> None:
-    """The ranks' collectives got out of step: SIGABRT."""
+    """The ranks' collectives used to get out of step, which ended in SIGABRT."""
     assert ranks(2)(join, False) == ["", ""]
     for message in ranks(2)(join, True):
         assert "drop_last=True in the DistributedSampler" in message

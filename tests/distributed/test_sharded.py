@@ -1,6 +1,6 @@
-"""A sharded run equals the unsharded one on the same global batch, in h as well as in the weights.
+"""A sharded run equals the unsharded one on the same global batch, in both h and the weights.
 
-The scale alone cannot see double counting: it does not change when h is scaled.
+The scale alone does not reveal double counting, since it does not change when h is scaled.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from setups import SETUPS, Run, full, make_net
 from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.distributed.reduction import Reduction, Shares
 
-STEPS = 6  # one more than it takes to count the collectives of all COUNTED_STEPS
+STEPS = 6  # one more than the last of COUNTED_STEPS needs
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 BASES = ("adamw", "sgd")
 PAPER = Settings(rule="paper", s_init=1e-3)
-"""Its sums have the weights in them, too."""
+"""Its sums include the weights."""
 
-# name, ranks, even sizes, collectives a step
+# name, ranks, even sizes, collectives per step
 CASES = [
     ("ddp", 2, False, 0),
     ("fsdp2", 2, False, 1),
-    ("fsdp2", 4, False, 1),  # the head's 3 rows leave the last rank with none
+    ("fsdp2", 4, False, 1),  # the head's 3 rows leave the last rank empty
     ("fsdp2_ignored", 2, False, 1),
     ("hsdp", 4, False, 1),
     ("mixed_meshes", 4, False, 1),
@@ -73,7 +73,7 @@ def alone(options: dict[str, Any], loop: dict[str, Any]) -> dict[str, Any]:
 def test_sharded_equals_alone(
     ranks: Callable[[int], Ranks], name: str, world: int, even: bool, collectives: int
 ) -> None:
-    # each base in one precision and, in the next case of the list, in the other: all four take twice the time
+    # each base in one precision here and the other in the next case, since all four would take twice the time
     turned = CASES.index((name, world, even, collectives)) % 2
     dtypes = sorted(TOLERANCE, reverse=bool(turned))
     variants = [{"base": base, "dtype": dtype, "even": even} for base, dtype in zip(BASES, dtypes, strict=True)]
@@ -82,7 +82,7 @@ def test_sharded_equals_alone(
     for index, options in enumerate(variants):
         mine = [rank[index] for rank in results]
         first, *others = mine[0]["collectives"]
-        assert first == (1 if name == "ddp" else collectives)  # whether a rank has parameters for itself is asked once
+        assert first == (1 if name == "ddp" else collectives)  # once, all ask whether a rank has its own parameters
         assert set(others) == {collectives}
         assert_all_close(mine, alone(options, {}), tolerance=TOLERANCE[str(options["dtype"])])
 
@@ -103,7 +103,7 @@ def train_broken(rank: int, name: str, how: str) -> dict[str, Any]:
     [("fsdp2", 2, "no reduction"), ("hsdp", 4, "no reduction"), ("hsdp", 4, "weights 1"), ("tp", 2, "weights 1")],
 )
 def test_wrong_counting_is_seen(ranks: Callable[[int], Ranks], name: str, world: int, how: str) -> None:
-    """Without the reduction, or with every weight 1, the comparison above must fail: else it proves nothing."""
+    """Without the reduction, or with all shares 1, the comparison above must fail, or it would prove nothing."""
     even = name == "tp"
     results = ranks(world)(train_broken, name, how)
     expected = alone({"base": "adamw", "dtype": "float64", "even": even}, {})
@@ -123,7 +123,7 @@ def test_accumulation_and_clipping(ranks: Callable[[int], Ranks], name: str, wor
 
 
 def test_groups_share_one_collective(ranks: Callable[[int], Ranks]) -> None:
-    """With a tuner for each param group, all their sums travel together."""
+    """With a tuner for each param group, all their sums share one all-reduce."""
     results = ranks(2)(train_groups, "fsdp2")
     assert set(results[0]["collectives"]) == {1}
     assert_all_close(results, train_groups(0, "alone"), tolerance=TOLERANCE["float64"])
@@ -139,7 +139,7 @@ def train_groups(rank: int, name: str) -> dict[str, Any]:
 
 
 def train_and_recompute(rank: int, name: str, dtype: str, lose_gradients_on: int | None) -> list[tuple[float, float]]:
-    """h as the optimizer saw it, and from the gathered tensors by its definition."""
+    """Returns h as seen by the optimizer, and as defined from the gathered tensors."""
     run = Run.start(name, dtype=dtype, counted=False, settings=PAPER)
     pairs = []
     for step in range(6):
@@ -169,7 +169,7 @@ def _h_from_full_tensors(run: Run) -> float:
 
 
 def test_mixed_precision_policy(ranks: Callable[[int], Ranks]) -> None:
-    """bf16 compute over float32 shards has no unsharded twin: h is checked against its definition, step by step."""
+    """bf16 compute over float32 shards has no unsharded equivalent, so h is checked by its definition at each step."""
     for pairs in ranks(2)(train_and_recompute, "fsdp2_bf16", "float32", None):
         seen, expected = zip(*pairs, strict=True)
         assert distance(seen, expected) < 1e-6
@@ -177,7 +177,7 @@ def test_mixed_precision_policy(ranks: Callable[[int], Ranks]) -> None:
 
 
 def test_a_rank_without_any_gradient_still_takes_part(ranks: Callable[[int], Ranks]) -> None:
-    """Prodigy and D-Adaptation hang here: they enter the collective only where there is a gradient."""
+    """Prodigy and D-Adaptation hang here, since they enter the collective only if there is a gradient."""
     for pairs in ranks(2)(train_and_recompute, "fsdp2", "float64", 1):
         seen, expected = zip(*pairs, strict=True)
         assert distance(seen, expected) < 1e-12

@@ -1,6 +1,6 @@
-"""Saved, loaded into fresh objects and continued: bit-equal to a run that was never interrupted.
+"""A run saved, loaded into new objects and continued is bit-equal to an uninterrupted one.
 
-And resharded, between world sizes and between kinds of sharding: equal to a run on one process.
+Resharded between world sizes or kinds of sharding, it equals a run in one process.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ DCP_OPTIONS = {
 
 
 def torch_save(old: Run, new: Run, folder: str) -> None:
-    """Every rank its own file."""
+    """Saves a file per rank."""
     new.setup.model.load_state_dict(through_a_file(old.setup.model.state_dict()))
     new.optimizer.load_state_dict(through_a_file(old.optimizer.state_dict()))
 
 
 def through_a_file(state: Any) -> Any:
-    """Saved and loaded: a state dict shares its tensors with the live objects, and torch's load keeps them shared."""
+    """Saves and loads, because a state dict shares its tensors with live objects and torch's load keeps them shared."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -93,7 +93,7 @@ def dcp_load(run: Run, folder: str, options: StateDictOptions | None = None) -> 
 
 
 _FSDP1_KINDS: dict[str, tuple[Any, Any, Any]] = {
-    # offload_to_cpu=True lets all states of a parameter share memory on a CPU: a plain AdamW is damaged too
+    # on a CPU, offload_to_cpu=True makes all states of a parameter share memory, which damages plain AdamW too
     "fsdp1_full": (
         StateDictType.FULL_STATE_DICT,
         FullStateDictConfig(),
@@ -104,7 +104,7 @@ _FSDP1_KINDS: dict[str, tuple[Any, Any, Any]] = {
 
 
 def fsdp1_own(old: Run, new: Run, folder: str, way: str) -> None:
-    """FullyShardedDataParallel.optim_state_dict and optim_state_dict_to_load."""
+    """Uses FullyShardedDataParallel.optim_state_dict and optim_state_dict_to_load."""
     kind, model_config, optim_config = _FSDP1_KINDS[way]
     copied = through_a_file if way == "fsdp1_full" else lambda state: state  # ShardedTensors do not load weights_only
     with FullyShardedDataParallel.state_dict_type(old.setup.model, kind, model_config, optim_config):
@@ -117,9 +117,9 @@ def fsdp1_own(old: Run, new: Run, folder: str, way: str) -> None:
 
 
 def resume(rank: int, name: str, ways: list[str], even: bool, base: str, folder: str) -> dict[str, bool]:
-    """For each way of saving, whether the resumed run is bit-equal to the one that went on from where it was saved.
+    """For each way of saving, whether the resumed run is bit-equal to the one that was not interrupted.
 
-    One run is saved in all ways: it would differ from the first of its copies if a later save had disturbed it.
+    The same run is saved in all ways: if a save disturbed it, it would differ from the copies made before.
     """
     old = Run.start(name, even=even, base=base, dtype="float32", counted=False)
     old.train(0, SAVED)
@@ -130,7 +130,7 @@ def resume(rank: int, name: str, ways: list[str], even: bool, base: str, folder:
 
 
 def copied(old: Run, way: str, folder: str, **kind: Any) -> Run:
-    """A fresh run, of another seed, that has loaded what the old one saved."""
+    """A new run with another seed that has loaded the old one's save."""
     new = Run.start(**kind, dtype="float32", seed=99, counted=False)
     if way == "torch.save":
         torch_save(old, new, folder)
@@ -197,7 +197,7 @@ def test_resharding(ranks: Callable[[int], Ranks], tmp_path: Path, journey: list
 
 
 def dry_run(rank: int, folder: str) -> bool:
-    """A state dict taken before the first step makes DCP step with zero gradients at lr 0."""
+    """Whether DCP's step at lr 0 with zero gradients, for an early state dict, leaves the run unchanged."""
     plain = Run.start("fsdp2", counted=False)
     asked = Run.start("fsdp2", counted=False)
     get_optimizer_state_dict(asked.setup.model, asked.optimizer)
@@ -208,7 +208,7 @@ def dry_run(rank: int, folder: str) -> bool:
 
 
 def test_the_dry_run_of_dcp_leaves_no_trace(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    """Adam would count it as a step, and weights loaded after it would be pulled back."""
+    """Adam would count it as a step, and Mechanic would pull back weights that are loaded after it."""
     assert ranks(2)(dry_run, str(tmp_path)) == [True, True]
 
 
@@ -220,7 +220,7 @@ def released(rank: int, way: str, folder: str) -> tuple[dict[str, Any], bool]:
     if way == "torch.save":
         torch_save(old, new, folder)
     else:
-        new.optimizer.freeze(release=True)  # DCP loads what the new one has, which is to be no delta
+        new.optimizer.freeze(release=True)  # DCP loads only keys that the new one has, so it must have no reference
         through_dcp(old, new, folder, way)
     new.hs = list(old.hs)
     for run in (old, new):

@@ -1,4 +1,4 @@
-"""The blocks of docs/sharding.md as they are printed, on two ranks."""
+"""Runs the code blocks of docs/sharding.md verbatim on two ranks."""
 
 from __future__ import annotations
 

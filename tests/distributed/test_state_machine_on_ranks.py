@@ -1,10 +1,10 @@
-"""Random training loops on two ranks, over parameters placed at random, against the same loop on one.
+"""Random training loops on two ranks, with randomly placed parameters, against the same loop on one.
 
 A program (steps, lost gradients, NaN on one rank, late groups, frozen parameters, learning rates, checkpoints) is drawn
-here and played by every rank on its own shards: uneven ones, empty ones, replicated and plain parameters. The weights
-must be those of the loop that is not sharded, the tuner's vectors the same bits on both ranks.
+here and run by every rank on its own shards: uneven ones, empty ones, replicated and plain parameters. The weights
+must equal those of the unsharded loop, and the tuner's vectors must be the same bits on both ranks.
 
-CI plays the same programs every time. `make test-long`, or MECHANIC_EXAMPLES=33 pytest FILE, plays 33 times
+CI runs the same programs every time. `make test-long`, or MECHANIC_EXAMPLES=33 pytest FILE, runs 33 times
 as many.
 """
 
@@ -40,7 +40,7 @@ BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 Spec = list[tuple[int, str]]
-"""Of a param group: for each parameter its shape and its place."""
+"""A param group: the shape and placement of each parameter."""
 
 
 class Bag(nn.Module):
@@ -54,7 +54,7 @@ class Bag(nn.Module):
 
 @dataclass
 class Loop:
-    """One rank's side of a training loop; the only side, where there is no mesh."""
+    """One rank's side of a training loop, or the whole loop if there is no mesh."""
 
     spec: list[Spec]
     base: str
@@ -91,7 +91,7 @@ class Loop:
         return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in self.params]
 
     def gradients(self, seed: int) -> list[Tensor]:
-        """Whole ones, the same on every rank."""
+        """Unsharded gradients, the same on every rank."""
         self.generator.manual_seed(seed)
         return [x - 1 + 0.3 * self.randn(x.shape) for x in self.full()]
 
@@ -104,7 +104,7 @@ class Loop:
             else:
                 p.grad = g.clone()
 
-    # ---------------------------------------------------------------- what a program is made of
+    # ---------------------------------------------------------------- the parts of a program
 
     def steps(self, seed: int, count: int, missing: tuple[int, ...]) -> None:
         for i in range(count):
@@ -112,7 +112,7 @@ class Loop:
             self.opt.step()
 
     def step_not_finite(self, seed: int, where: int) -> None:
-        """In one element of one parameter: on one rank only, where that is sharded."""
+        """Makes a step with a NaN in one element of one parameter, so on one rank only if that is sharded."""
         whole = self.gradients(seed)
         full = [g for g in whole if g.numel()]
         if full:
@@ -121,7 +121,7 @@ class Loop:
         self.opt.step()
 
     def step_lost(self, seed: int, loser: int) -> None:
-        """One rank has no gradients for its shards: with plain SGD the same as zeros there."""
+        """Makes a step where one rank has no gradients for its shards, which for plain SGD equals zeros there."""
         self.set_gradients(self.gradients(seed), ())
         for p, place in zip(self.params, self.places, strict=True):
             if place in ("plain", "replicated") or p.grad is None:
@@ -176,7 +176,7 @@ def _placement(place: str, x: Tensor) -> Any:
 
 
 def play(rank: int, is_sharded: bool, program: list[tuple[str, tuple[Any, ...]]], **of_loop: Any) -> list[Any]:
-    """What is there after each part of the program."""
+    """Returns the loop's result after each part of the program."""
     loop = Loop(mesh=init_device_mesh("cpu", (2,)) if is_sharded else None, rank=rank, **of_loop)
     results = []
     with warnings.catch_warnings():
@@ -212,7 +212,7 @@ def programs(*, can_lose: bool) -> st.SearchStrategy[list[tuple[str, tuple[Any, 
 
 
 def _with_full_steps(parts: list[Any]) -> list[Any]:
-    """A shard that never had a gradient is not counted: a late group's first step has all of them."""
+    """Gives a late group all gradients in its first step, as a shard that never had one is not counted."""
     return [p for part in parts for p in ([part, ("steps", (0, 1, ()))] if part[0] == "add_group" else [part])]
 
 

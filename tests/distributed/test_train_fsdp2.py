@@ -1,4 +1,4 @@
-"""The FSDP2 example, by torchrun's agents and on ranks that are there already."""
+"""The FSDP2 example, started by torchrun's agents and on existing ranks."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ LONG = [*TINY, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-ev
 
 
 def started(out: Path, launch: Callable[..., None], *words: str) -> str:
-    """What the agents and their workers have printed, after all ended well. Forked, as the ranks of other tests are."""
+    """Runs agents to a successful end and returns all output. They are forked, like the ranks of other tests."""
     agent = multiprocessing.get_context("forkserver").Process(target=become, args=(out, launch, words))
     agent.start()
     try:
         agent.join(timeout=240)
     finally:
-        agent.terminate()  # it takes its workers along
+        agent.terminate()  # which also ends its workers
     output = (out / "agent.txt").read_text()
     assert agent.exitcode == 0, output + "".join(path.read_text() for path in out.glob("machine*.txt"))
     return output
 
 
 def become(out: Path, launch: Callable[..., None], words: tuple[str, ...]) -> None:
-    """An agent of torchrun's, with the example's options in its command line."""
+    """Turns this process into a torchrun agent with the example's options on its command line."""
     with (out / "agent.txt").open("wb") as said:
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
@@ -59,7 +59,7 @@ def log(out: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_end(a: Path, b: Path) -> None:
-    """Logs and last checkpoints, moments, deltas and tuner included, bit for bit."""
+    """Checks that logs and last checkpoints, with moments, references and tuner, are equal bit for bit."""
     assert log(a) == log(b)
     ends = [last_checkpoint(out) for out in (a, b)]
     assert ends[0].keys() == {"model", "optimizer", "scheduler"}
@@ -74,7 +74,7 @@ def last_checkpoint(out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody interrupts, on ranks that are there already: the others start their own."""
+    """The folder of an uninterrupted run, on existing ranks; the other runs start their own."""
     out = tmp_path_factory.mktemp("undisturbed")
     ranks(2)(train_here, LONG, str(out))
     return out
@@ -83,10 +83,10 @@ def undisturbed(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPath
 def test_the_loss_falls(undisturbed: Path) -> None:
     entries = log(undisturbed)
     assert [entry["step"] for entry in entries] == list(range(6, STEPS + 1, 6))
-    assert entries[0]["loss"] > 5.0  # log(256) = 5.55: it has begun
+    assert entries[0]["loss"] > 5.0  # log(256) = 5.55 at the start
     assert entries[-1]["loss"] < 4.0
     assert entries[-1]["scale"] > 1e-4
-    assert 0 < entries[-1]["effective_lr"] < entries[-1]["scale"]  # the cosine is near its end
+    assert 0 < entries[-1]["effective_lr"] < entries[-1]["scale"]  # near the cosine's end
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_two_machines_train_as_one(undisturbed: Path, tmp_path: Path) -> None:
     started(tmp_path, train_on_two_machines.launch, endpoint)
     outputs = [(tmp_path / f"machine{number}.txt").read_text() for number in range(2)]
     silent, shown = sorted([line for line in o.splitlines() if line.startswith("step ")] for o in outputs)
-    assert not silent  # one process each, one of them rank 0
+    assert not silent  # one process per machine, and only rank 0 prints
     assert len(shown) == len(log(tmp_path))
     assert f"loss {log(tmp_path)[-1]['loss']:.4f}" in shown[-1]
     assert_same_end(tmp_path, undisturbed)
@@ -148,7 +148,7 @@ def by_fsdp(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFact
     return log(out)
 
 
-# Two ranks of tensor parallelism alone are in the four, and in the checkpoint's journey below.
+# Tensor parallelism on two ranks is part of the run on four, and is also in the test of resharding below.
 @pytest.mark.parametrize(
     ("world", "arguments"), [WAYS[0], WAYS[2]], ids=lambda v: str(v) if isinstance(v, int) else v[1]
 )
@@ -207,4 +207,4 @@ def test_another_number_of_ranks_and_another_way_go_on_from_a_checkpoint(
         assert_close(log(tmp_path), by_fsdp)
         written.add((sixth / ".metadata").stat().st_mtime_ns)
         shutil.rmtree(last)
-    assert len(written) == 1  # the first leg's: the others started there
+    assert len(written) == 1  # written by the first leg, where the others resumed

@@ -1,6 +1,6 @@
-"""examples/train_fsdp2.py, where rank 1 is killed twice: in the middle of a step, and after a restart of a save.
+"""Runs examples/train_fsdp2.py with rank 1 killed twice: in the middle of a step and, once restarted, of a save.
 
-The agent that starts the ranks again is torchrun's. It forks them: six new interpreters would take most of the time.
+torchrun's agent restarts the ranks. It forks them, since six new interpreters would take most of the time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KILLED_STEP = 16
 
 
 def dies(function: Callable[..., Any], *, in_call: int) -> Callable[..., Any]:
-    """The function, which on rank 1 does not survive one of its calls."""
+    """Wraps the function so that rank 1 is killed in its `in_call`-th call."""
     calls = 0
 
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""examples/train_fsdp2.py by two agents of torchrun, each with one rank, as on two machines.
+"""Runs examples/train_fsdp2.py by two torchrun agents with one rank each, as on two machines.
 
-They are forked, and fork their ranks: four new interpreters would take most of the time. What a machine prints is in
-`machine0.txt` or `machine1.txt` of the output folder.
+They are forked and fork their ranks, since four new interpreters would take most of the time. Each machine's output
+is in `machine0.txt` or `machine1.txt` of the output folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import train_fsdp2
 
 
 def launch(endpoint: str) -> None:
-    """Fails if one of the two does."""
+    """Runs both agents, and fails if either does."""
     other = os.fork()
     with (train_fsdp2.parse(None).out / f"machine{int(other == 0)}.txt").open("wb") as said:
         for stream in (1, 2):

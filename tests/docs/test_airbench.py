@@ -1,4 +1,4 @@
-"""The example around airbench94: what it changes in the script, and its page. No GPU, no data."""
+"""Tests the airbench94 example without GPU or data: what it changes in the script, and its page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def module(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"airbench_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # needed by dataclasses
     spec.loader.exec_module(found)
     return found
 
@@ -111,7 +111,7 @@ def test_where_the_rate_is_wrong_decides_the_weight_decay(script: Any, where: st
     assert record["rate"] == 10.0
     assert [g["initial_lr"] for g in optimizer.param_groups] == pytest.approx([320.0, 5.0])
     assert [g["initial_lr"] * g["weight_decay"] for g in optimizer.param_groups] == pytest.approx([decay, decay])
-    assert script.hyp["opt"]["lr"] == 0.5  # put back
+    assert script.hyp["opt"]["lr"] == 0.5  # restored
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_cells_advance_together() -> None:
 
 
 def test_a_whole_run_writes_a_line_for_each(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # the run changes the folder, too
+    monkeypatch.chdir(tmp_path)  # the run changes the directory too
     records = tmp_path / "records.jsonl"
     words = ["--script", str(path), "--data", str(tmp_path), "--records", str(records)]
     run.main([*words, "--cells", "mechanic:1:2", "script:10:1:file"])

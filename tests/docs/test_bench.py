@@ -24,7 +24,7 @@ def loaded(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # needed by dataclasses
     spec.loader.exec_module(module)
     return module
 
@@ -35,7 +35,7 @@ bench = loaded("optimizer_step")
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mechanic_pytorch", "prodigyopt", "dadaptation", "schedulefree"):
-        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+        monkeypatch.setitem(sys.modules, name, None)  # as if not installed
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_numbers_without_a_step_are_refused(option: str, capsys: pytest.CaptureF
 
 
 def test_everybody_clips() -> None:
-    """Mechanic in its step, the others by torch's function before it."""
+    """Mechanic clips inside its step, the others by torch's function before it."""
     for name, factory in bench.rivals("adamw", CPU, small=False, clip=True).items():
         run = bench._Run([(64, 64)] * 300, factory, device=CPU, dtype=torch.float32, clip=True)
         if isinstance(run.optimizer, MechanicOptimizer):

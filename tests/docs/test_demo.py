@@ -1,4 +1,4 @@
-"""The demo: few steps, the same promises."""
+"""The demo keeps its promises with few steps, too."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_diverged_run_is_never_the_best() -> None:
 
 
 def test_table_and_star_show_one_learned_lr_also_beside_diverged_runs(tmp_path: Path) -> None:
-    """Table and star said 1.6e-2, the curve peaked at 9.5e-3."""
+    """Table and star used to show 1.6e-2 while the curve peaked at 9.5e-3."""
     (mechanic,) = demo.compare("adamw", lrs=[], base_lr=1.0, steps=40, seed=0)
     assert f"{mechanic.lr:.1e}" in mechanic.row("Mechanic")
     assert min(lr for lr in mechanic.lrs if lr > 0) < mechanic.lr < 2 * max(mechanic.lrs)

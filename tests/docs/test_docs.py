@@ -1,4 +1,4 @@
-"""What README and docs show runs, and what they name is there.
+"""The code in README and docs runs, and what they name exists.
 
 Blocks that need ranks run in deepspeed_plugin/test_deepspeed_docs.py and distributed/test_sharded_docs.py.
 """
@@ -36,9 +36,9 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("block", HERE, ids=lambda block: block.place)
-@pytest.mark.filterwarnings("default")  # Lightning's and transformers' own
+@pytest.mark.filterwarnings("default")  # for Lightning's and transformers' own
 def test_python_blocks_run_as_they_are_printed(block: Block) -> None:
-    """Each alone: a reader pastes one of them, not the page."""
+    """Each block runs on its own, as a reader pastes one block and not the page."""
     assert "mechanic_plugins" in block.text
     names = execute(block)
     if "plain" in names:
@@ -59,14 +59,14 @@ SHORT = {
     "python examples/demo.py": "--steps 20 --lrs 1e-2",
     "python examples/benchmarks/optimizer_step.py": "--device cpu --shapes tiny --repeats 1",
 }
-"""The commands that run as they are printed, with what makes them short appended."""
+"""The commands that run as printed, with the arguments appended to make them short."""
 
 BY_OTHERS = {
     "python examples/train_plain.py": "docs/test_examples_plain.py",
     "python examples/train_lightning.py": "lightning/test_lightning_example.py",
     "python examples/train_transformers.py": "hf/test_hf_example.py",
 }
-"""The commands that have a test of their own."""
+"""The commands with their own test."""
 
 ELSEWHERE = {
     "README.md": ["mechanic-run", "mechanic-run"],
@@ -92,11 +92,11 @@ ELSEWHERE = {
     ],
     "runner.md": ["mechanic-run"],
 }
-"""What is marked as not run, by page: it needs ranks, hours or the network. The marks say which test stands in."""
+"""Commands marked as not run, by page: they need ranks, hours or the network. The marks name the test instead."""
 
 
 def commands(marked: bool) -> list[tuple[str, str]]:
-    """Page and command, comments and line breaks taken away."""
+    """Page and command, without comments and line breaks."""
     found = []
     for block in blocks("console"):
         if bool(block.reason) == marked:
@@ -131,7 +131,7 @@ def test_every_other_command_is_known() -> None:
 @pytest.mark.parametrize("command", SHORT)
 @pytest.mark.filterwarnings("default")
 def test_commands_run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process: the frameworks are imported already."""
+    """They run in this process, where the frameworks are already imported."""
     _, *words = shlex.split(f"{command} {SHORT[command]}")
     monkeypatch.setattr(sys, "argv", words[words[0] == "-m" :])
     try:
@@ -168,7 +168,7 @@ def test_extras_exist() -> None:
     assert named <= known
 
 
-# ------------------------------------------------------------------------------------------------ what is named
+# ------------------------------------------------------------------------------------------------ names
 
 
 def test_the_readme_begins_with_two_commands() -> None:
@@ -176,7 +176,7 @@ def test_the_readme_begins_with_two_commands() -> None:
 
 
 def test_the_headline_counts_the_rows_of_the_results() -> None:
-    """It spoke of twenty-two runs when there were twenty-five."""
+    """It once said twenty-two runs when there were twenty-five."""
     section = (ROOT / "docs" / "results.md").read_text().partition("## Larger networks")[2].partition("\n## ")[0]
     rows = re.findall(r"^\|.*\| ([\d., %]+) \| ([\d., %]+) \|$", section, flags=re.MULTILINE)
     pairs = [
@@ -268,7 +268,7 @@ def test_the_api_is_that_of_the_code() -> None:
 
 
 def test_the_bytes_of_the_all_reduce_are_those_of_the_sums() -> None:
-    """Two pages said 48 bytes for each param group, which counts the number of gradients once too often."""
+    """Two pages used to say 48 bytes per param group, which counts the number of gradients once too often."""
     pages = {name: (ROOT / "docs" / name).read_text() for name in ("performance.md", "sharding.md")}
     one, two = (empty_sums(tuners, torch.device("cpu")).nbytes for tuners in (1, 2))
     each = two - one

@@ -43,7 +43,7 @@ def run_until_half_and_kill(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run without interruption: its folder and what it said."""
+    """The folder and output of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, run(folder)
 

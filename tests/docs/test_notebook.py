@@ -1,4 +1,4 @@
-"""examples/first_run.ipynb runs from top to bottom, and shows what its headings say."""
+"""examples/first_run.ipynb runs from top to bottom and shows what its headings say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
 def test_it_is_saved_without_outputs() -> None:
-    """Those of another version would stay."""
+    """Saved outputs would go out of date."""
     assert NOTEBOOK["nbformat"] == 4
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in CODE)
 

@@ -58,7 +58,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     log = find_log(tmp_path)
     assert log == tmp_path / "runs" / "one"
     assert read(log) == {f"train/{LR}": [(1, 0.25), (2, 0.5)]}
-    assert len(draw(read(log), title="").axes) == 1  # no loss, no panel for it
+    assert len(draw(read(log), title="").axes) == 1  # no panel without a loss
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The benchmark of tuning quality: every family in small, the queue, and the page that is made of it."""
+"""The benchmark of tuning quality: every family at a small size, the queue, and the results page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OTHERS = ("collapse, random labels", "collapse, tied embeddings", "collapse, ada
 
 @pytest.fixture(scope="module", autouse=True)
 def benchmark_on_the_path() -> Iterator[None]:
-    """Its modules have names that any project may have: they leave with this file."""
+    """Its modules have common names, so they are removed after the tests in this file."""
     before = set(sys.modules)
     sys.path.insert(0, str(FOLDER))
     yield
@@ -72,11 +72,11 @@ def trained(setup: Any, problem: str, method: str = "mechanic", *members: tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Muon computes in bfloat16, which not every CPU can
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Muon computes in bfloat16, which not every CPU supports
 @pytest.mark.parametrize("problem", [*ONE_OF_EACH_FAMILY.values(), *OTHERS])
 def test_every_family_trains(setup: Any, problem: str) -> None:
     (record,) = trained(setup, problem)
-    assert min(record["losses"][-5:]) < record["losses"][0]  # batch norm's averages lag behind in runs this short
+    assert min(record["losses"][-5:]) < record["losses"][0]  # batch norm's averages lag in runs this short
     assert record["train_loss"] < 1e9
     assert 0 <= record[record["measure"]] < 1e9
     assert record["test_loss"] < 1e9
@@ -147,7 +147,7 @@ Here = Callable[..., str]
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    """A script's main in this process, and what it prints."""
+    """Runs a script's main in this process and returns its output."""
 
     def here(script: str, *arguments: str | Path) -> str:
         monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
@@ -174,7 +174,7 @@ def test_what_is_done_is_not_done_again(results: Path, here: Here) -> None:
     before = results.read_text()
     chosen = ("--only", "convex: iris", "GPT: GPT, adamw, 1500", "--methods", "mechanic", "sweep")
     more = here("run", *chosen, "--seeds", "2", "--lrs", "1e-3", "--time-limit", "0", "--out", results)
-    assert "6 jobs to run" in more  # of the second seed
+    assert "6 jobs to run" in more  # those of the second seed
     assert "time is up: 6 jobs are left" in more
     assert results.read_text() == before
 
@@ -183,8 +183,8 @@ def test_what_is_done_is_not_done_again(results: Path, here: Here) -> None:
 def test_the_page(results: Path, here: Here, tmp_path: Path) -> None:
     here("report", results, "--out", tmp_path)
     page = (tmp_path / "README.md").read_text()
-    assert re.search(r"\| convex, adamw \| \**[+-]\d+\.\d\d\** ", page)  # points
-    assert re.search(r"\| GPT, adamw \| \**\d\.\d{3}\** ", page)  # a ratio
+    assert re.search(r"\| convex, adamw \| \**[+-]\d+\.\d\d\** ", page)  # in points
+    assert re.search(r"\| GPT, adamw \| \**\d\.\d{3}\** ", page)  # as a ratio
     assert "AdamW at 1e-3, untuned" in page
     assert "runs of Mechanic's defaults" in page
     for picture in ("ratios.png", "learning_rates.png"):
@@ -208,7 +208,7 @@ def record(method: str, seed: int, loss: float, *, error: float = 0.5, lr: float
 
 
 def test_scores_are_taken_on_the_seeds_that_both_have_run() -> None:
-    """Seed 1 is harder for everybody: a method that was not run on it must look no better for that."""
+    """Seed 1 is harder for all methods, and one that was not run on it must not look better for that."""
     sweep = [record("sweep", 0, 1.0, lr=0.1), record("sweep", 1, 3.0, lr=0.1), record("sweep", 0, 9.0, lr=1.0)]
     ours = [record("mechanic", 0, 1.1), record("mechanic", 1, 3.0)]
     changed = [record("mechanic, GAIN x2", 0, 1.2, error=0.6), record("mechanic, GAIN x0.5", 0, 1.2, error=0.7)]

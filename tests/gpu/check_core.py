@@ -1,4 +1,4 @@
-"""What only a GPU can show of the core; run by hand: `python tests/gpu/check_core.py`. Exits with 1 if a check fails.
+"""Checks of the core that need a GPU; run by hand: `python tests/gpu/check_core.py`. Exits with 1 if a check fails.
 
 Needs one CUDA GPU, torch with Triton, and this repository.
 """
@@ -31,7 +31,7 @@ BASES: dict[str, Build] = {
     "lion": lambda params: Lion(params, lr=1e-3, weight_decay=0.1),
 }
 LION_STEPS = 8
-"""Lion's sign turns a rounding into a whole step where a momentum is near 0. Later every weight is a little apart."""
+"""If a momentum is near 0, Lion's sign turns a rounding error into a whole step. Later, all weights differ a little."""
 
 
 def make_net(dtype: torch.dtype) -> nn.Sequential:
@@ -41,7 +41,7 @@ def make_net(dtype: torch.dtype) -> nn.Sequential:
 
 
 def three_params() -> list[nn.Parameter]:
-    """With gradients of zero that have their place, as a CUDA graph wants them."""
+    """Parameters with preallocated zero gradients, as a CUDA graph needs."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((64, 33), (7,), (128, 128))]
     for p in params:
@@ -88,7 +88,7 @@ def _anything_goes() -> Iterator[None]:
 
 
 def check_paths() -> Iterator[tuple[str, bool]]:
-    """The paths end at the same weights, and neither waits for the device where the base can be told there."""
+    """The paths end at the same weights, and do not wait for the device if the base takes its numbers there."""
     for name, build in BASES.items():
         steps = LION_STEPS if name == "lion" else STEPS
         expected, _ = train(build, backend="foreach", steps=steps)
@@ -110,7 +110,7 @@ def share_apart(weights: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def train_clipped(build: Build, *, by_hand: bool, **options: Any) -> Any:
-    """With a quarter of the gradients shorter than the norm."""
+    """Trains with a quarter of the gradients shorter than the norm."""
     net, sync_free = make_net(options.pop("dtype", torch.float32)), options.pop("sync_free", False)
     steps = options.pop("steps", STEPS)
     if not by_hand:
@@ -133,16 +133,16 @@ def train_clipped(build: Build, *, by_hand: bool, **options: Any) -> Any:
 
 
 def check_clipping() -> Iterator[tuple[str, bool]]:
-    """A step with max_grad_norm ends where clip_grad_norm_ before a step does, and waits no more often."""
+    """A step with max_grad_norm equals clip_grad_norm_ before a step, and waits no more often for the device."""
     for name, build in BASES.items():
-        # float64 for Lion: two roundings of the factor are a whole step apart where a momentum is near 0
+        # float64 for Lion, where rounding the factor differently changes a whole step if a momentum is near 0
         dtype = torch.float64 if name == "lion" else torch.float32
         expected, norms, _ = train_clipped(build, by_hand=True, backend="foreach", dtype=dtype)
         some_are_clipped = bool((norms > CLIP).any() and (norms < CLIP).any())
         for backend in ("foreach", "triton", "fused"):
             sync_free = backend == "fused" or (backend == "triton" and name != "lion")
             if name == "lion" and backend == "fused":
-                continue  # knows float32 only
+                continue  # supports only float32
             weights, seen, _ = train_clipped(build, by_hand=False, backend=backend, sync_free=sync_free, dtype=dtype)
             distance = ((weights - expected).norm() / expected.norm()).item()
             off = ((seen - norms).norm() / norms.norm()).item()
@@ -165,7 +165,7 @@ def check_clipping() -> Iterator[tuple[str, bool]]:
 
 
 def check_skipped_clipping() -> Iterator[tuple[str, bool]]:
-    """A norm that is not finite leaves weights, state and gradients alone, on the device."""
+    """A non-finite norm leaves weights, state and gradients alone, without waiting for the device."""
     for backend in ("triton", "fused"):
         params = [nn.Parameter(torch.randn(300, 7, device=DEVICE)), nn.Parameter(torch.randn(5, device=DEVICE))]
         optimizer = mechanize(torch.optim.AdamW(params, fused=True), backend=backend, max_grad_norm=CLIP)
@@ -253,7 +253,7 @@ def _everything(optimizer: MechanicOptimizer) -> list[Tensor]:
 
 
 def check_graph() -> Iterator[tuple[str, bool]]:
-    """A captured step, replayed, ends where uncaptured ones do."""
+    """Replays of a captured step end at the same weights as uncaptured steps."""
     results = []
     for capture in (False, True):
         params, lr = three_params(), torch.tensor(1e-2, device=DEVICE)
@@ -262,7 +262,7 @@ def check_graph() -> Iterator[tuple[str, bool]]:
         for step in range(30):
             for p in params:
                 p.grad.copy_(p.detach() - step)  # type: ignore[union-attr]
-            lr.fill_(1e-2 * min(1.0, (step + 1) / 15))  # a warm-up that the graph sees
+            lr.fill_(1e-2 * min(1.0, (step + 1) / 15))  # a warm-up visible to the graph
             if capture and step == 5:
                 with torch.cuda.graph(graph):
                     optimizer.step()

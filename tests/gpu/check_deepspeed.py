@@ -1,13 +1,13 @@
-"""ZeRO stages 1 to 3 on one CUDA GPU, beside a plain mechanized optimizer on the same gradients.
+"""Compares ZeRO stages 1 to 3 on one CUDA GPU with a plain mechanized optimizer on the same gradients.
 
     python tests/gpu/check_deepspeed.py [--fused]
 
-One line a stage and precision: how far the weights, the scale and h are from the plain run after 40 steps, and what a
-step costs beside the same engine without Mechanic. float32 shows whether it is the same training: in bf16 the runs are
-the same bit for bit until the first weight is rounded the other way, and some 1e-3 apart after 40 steps.
+Prints a line per stage and precision: how far the weights, the scale and h are from the plain run after 40 steps, and
+the cost of a step relative to the same engine without Mechanic. float32 shows whether the training is the same: in
+bf16 the runs are bit-equal until the first weight is rounded the other way, and about 1e-3 apart after 40 steps.
 
-`--fused` takes DeepSpeed's FusedAdam, which it compiles first (minutes). DeepSpeed 0.19 reads no architecture with a
-letter in `TORCH_CUDA_ARCH_LIST`, such as 10.0a: set it to your GPU's, as 9.0.
+`--fused` uses DeepSpeed's FusedAdam, which it compiles first (minutes). DeepSpeed 0.19 cannot parse an architecture
+with a letter in `TORCH_CUDA_ARCH_LIST`, such as 10.0a: set it to your GPU's, such as 9.0.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from mechanic_plugins import mechanize
 OPTIONS = {"lr": 1.0, "weight_decay": 0.01}
 STEPS = 40
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Of the weights, relative to the largest."""
+"""For the weights, relative to the largest."""
 
 
 def network(width: int, depth: int) -> nn.Module:
@@ -76,7 +76,7 @@ Run = tuple[list[Tensor], list[float], list[float]]
 
 
 def plain_run(width: int, depth: int, fused: bool, dtype: torch.dtype) -> Run:
-    """Weights of that dtype, float32 masters, and a mechanized AdamW on the masters."""
+    """Trains weights of that dtype by a mechanized AdamW on float32 masters."""
     model = network(width, depth).to(dtype)
     masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
     opt = mechanize(base_of(masters, fused))
@@ -109,7 +109,7 @@ def deepspeed_run(stage: int, width: int, depth: int, fused: bool, dtype: torch.
 
 
 def seconds_a_step(stage: int, width: int, depth: int, fused: bool, mechanized: bool) -> tuple[float, float]:
-    """The time of engine.step() alone, and the peak of memory in GB."""
+    """The time of engine.step() alone, and the peak memory in GB."""
     model = network(width, depth)
     base = base_of(model.parameters(), fused)
     engine = engine_of(model, mechanize(base) if mechanized else base, stage, torch.bfloat16)
@@ -127,7 +127,7 @@ def seconds_a_step(stage: int, width: int, depth: int, fused: bool, mechanized: 
 
 
 def distance(a: list[Any], b: list[Any]) -> float:
-    """Relative to the largest of b."""
+    """The largest difference, relative to the largest of b."""
     largest = max(torch.as_tensor(y).abs().max().item() for y in b)
     pairs = zip(a, b, strict=True)
     return max((torch.as_tensor(x) - torch.as_tensor(y)).abs().max().item() for x, y in pairs) / largest

@@ -1,8 +1,8 @@
-"""What Lightning does on a GPU alone: real FSDP, fp16 with a fused optimizer, and no waiting for the device.
+"""Checks what Lightning does only on a GPU: real FSDP, fp16 with a fused optimizer, and no waiting for the device.
 
     python tests/gpu/check_lightning.py
 
-By hand, on one CUDA GPU; needs torch, Lightning and this repository. One line a check; exit code 1 when one fails.
+By hand, on one CUDA GPU; needs torch, Lightning and this repository. A line per check; exits with 1 if one fails.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 def plain(
     dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None, clip: float | None = None
 ) -> tuple[list[Tensor], Any]:
-    """The same training in a loop of one's own."""
+    """The same training in a hand-written loop."""
     model = net().to(DEVICE, dtype)
     optimizer = mechanize(adamw(model), **OPTIONS)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, enabled=autocast == torch.half)
@@ -143,7 +143,7 @@ def check_bf16_true() -> str:
 
 
 def sharded(make: Callable[[], Any], module: type[Regression], **kwargs: Any) -> str:
-    """Against a plain loop, and against itself, interrupted."""
+    """Compares it with a plain loop, and with itself interrupted and resumed."""
     path = Path(tempfile.mkdtemp()) / "half.ckpt"
 
     def fit(epochs: int, ckpt_path: Path | None = None) -> tuple[list[Tensor], Any]:
@@ -191,7 +191,7 @@ def check_fsdp2_bf16_true() -> str:
 
 @contextmanager
 def synchronisations() -> Iterator[list[str]]:
-    """The warnings that torch gives when the host waits for the device."""
+    """Collects torch's warnings that the host waited for the device."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,7 +200,7 @@ def synchronisations() -> Iterator[list[str]]:
 
 
 class Watch(pl.Callback):  # type: ignore[name-defined, misc]
-    """Lets torch warn from the fourth step on: the first ones allocate and copy constants to the device."""
+    """Turns on torch's warnings at the fourth step, since the first ones allocate and copy constants to the device."""
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         torch.cuda.set_sync_debug_mode("warn" if trainer.global_step >= 3 else "default")

@@ -1,4 +1,4 @@
-"""Steps that replay CUDA graphs end where launched ones do, to the last bit; run by hand on a GPU.
+"""Steps that replay CUDA graphs equal launched ones bit for bit; run by hand on a GPU.
 
 `python tests/gpu/check_recording.py` trains every case twice, with and without recordings, and changes something under
 the live graph. Exits with 1 if a check fails. Needs one CUDA GPU, torch with Triton, and this repository.
@@ -23,7 +23,7 @@ Change = Callable[["Run"], None]
 
 
 class Counted(torch.cuda.CUDAGraph):
-    """Knows how often any graph was replayed."""
+    """Counts the replays of all graphs."""
 
     replays = 0
 
@@ -33,14 +33,14 @@ class Counted(torch.cuda.CUDAGraph):
 
 
 def wide_net() -> nn.Sequential:
-    """With weights that are short, middling and long to torch operations."""
+    """A network with short, medium and long weights, which torch operations treat differently."""
     torch.manual_seed(0)
     layers = [nn.Linear(64, 4200), nn.GELU(), nn.LayerNorm(4200), nn.Linear(4200, 1024), nn.GELU(), nn.Linear(1024, 10)]
     return nn.Sequential(*layers).to(DEVICE)
 
 
 class Run:
-    """A network that is trained on noise, with something that happens in mid-run."""
+    """Trains a network on noise, with an event in mid-run."""
 
     def __init__(
         self, base: str, *, recorded: bool, dtype: torch.dtype = torch.float32, wide: bool = False, **options: Any
@@ -89,7 +89,7 @@ class Run:
         return [*weights, *states, *self.optimizer.tuner, self.optimizer.scale, norms]
 
 
-# ------------------------------------------------------------------------------------- what happens in mid-run
+# ------------------------------------------------------------------------------------- events in mid-run
 
 
 def freeze(run: Run) -> None:
@@ -229,7 +229,7 @@ def compared(base: str, change: Change | None, **options: Any) -> tuple[str, boo
 
 
 def check_users_graph() -> Iterator[tuple[str, bool]]:
-    """Somebody captures a step of their own, replays it, and goes on without."""
+    """A user captures a step, replays it, and continues without the graph."""
     ends = []
     for recorded in (False, True):
         params = three_params()
@@ -243,7 +243,7 @@ def check_users_graph() -> Iterator[tuple[str, bool]]:
                 with torch.cuda.graph(graph):
                     optimizer.step()
             graph.replay() if 15 <= step < 25 else optimizer.step()
-            if step == 24:  # the graph must go on reading what it was captured with
+            if step == 24:  # the graph must keep reading what it was captured with
                 optimizer.zero_grad()
                 for p in params:
                     p.grad = torch.zeros_like(p)
@@ -253,7 +253,7 @@ def check_users_graph() -> Iterator[tuple[str, bool]]:
 
 
 def check_memory() -> Iterator[tuple[str, bool]]:
-    """What is recorded goes with the optimizer, and at once."""
+    """Recordings are freed with the optimizer, immediately."""
     Run("adamw", recorded=True).train(None)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

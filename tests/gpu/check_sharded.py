@@ -1,9 +1,9 @@
 """Sharded equals unsharded on a real GPU; run by hand: `python tests/gpu/check_sharded.py`. Exits with 1 on a failure.
 
-Four ranks share one GPU and talk over gloo, since NCCL refuses two ranks on one device. The optimizers get what FSDP2,
-HSDP and FSDP2 x TP give them: DTensors on the GPU, with the gradients of a recorded unsharded run, so that the one
-all-reduce of a step is all that is communicated. Two ranks save a distributed checkpoint, and one and four go on with
-it. What gloo cannot do on a GPU is reported, and is no failure. Without a GPU the ranks run on the CPU.
+Four ranks share one GPU and talk over gloo, since NCCL refuses two ranks on one device. The optimizers get DTensors on
+the GPU, as from FSDP2, HSDP and FSDP2 x TP, with the gradients of a recorded unsharded run, so that the only
+communication is the one all-reduce of a step. Two ranks save a distributed checkpoint, and one and four resume it.
+What gloo cannot do on a GPU is reported but is no failure. Without a GPU the ranks run on the CPU.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def start(dtype: torch.dtype) -> list[Tensor]:
 
 
 def gradient(x: Tensor, step: int) -> Tensor:
-    """Of a noisy quadratic."""
+    """The gradient of a noisy quadratic."""
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(step)).to(x)
     return 0.3 * (x - 1) + noise
 
 
 def unsharded(case: str) -> tuple[list[Tensor], list[list[Tensor]], float]:
-    """Final weights, all gradients, the last scale."""
+    """Returns final weights, all gradients and the last scale."""
     base, options, dtype = CASES[case]
     params = [nn.Parameter(x) for x in start(dtype)]
     optimizer, recorded = mechanize(BASES[base](params), **options), []
@@ -79,7 +79,7 @@ def unsharded(case: str) -> tuple[list[Tensor], list[list[Tensor]], float]:
 
 
 class Sharded:
-    """The same parameters as DTensors, and the optimizer around them."""
+    """The same parameters as DTensors, with their optimizer."""
 
     def __init__(self, case: str, layout: str) -> None:
         base, options, dtype = CASES[case]
@@ -89,7 +89,7 @@ class Sharded:
         self.optimizer = mechanize(BASES[base](self.params), **options)
 
     def cut(self, x: Tensor) -> DTensor:
-        """This rank's part; nothing is sent."""
+        """This rank's part, taken without communication."""
         placements = [Replicate() if x.dim() == 1 and p == Shard(1) else p for p in self.placements]
         return distribute_tensor(x.to(DEVICE), self.mesh, placements, src_data_rank=None)
 
@@ -104,7 +104,7 @@ class Sharded:
         return {"model": weights, "optimizer": optimizer}
 
     def load(self, folder: str) -> None:
-        """Into tensors cut for this number of ranks."""
+        """Loads into tensors sharded for this number of ranks."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(
@@ -122,7 +122,7 @@ class Sharded:
 
 
 def agreed(number: float) -> bool:
-    """Bit for bit, on all ranks."""
+    """Whether all ranks have the same bits."""
     numbers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(numbers, number)
     return len(set(numbers)) == 1
@@ -157,7 +157,7 @@ def check(rank: int, known: dict[str, Any]) -> None:
 
 
 def save(rank: int, ranks: int, known: dict[str, Any], folder: str) -> None:
-    """Half of each run."""
+    """Trains half of each run and saves it."""
     join(rank, ranks)
     for case, (_, recorded, _) in known.items():
         run = Sharded(case, "FSDP2")
@@ -167,7 +167,7 @@ def save(rank: int, ranks: int, known: dict[str, Any], folder: str) -> None:
 
 
 def resume(rank: int, ranks: int, known: dict[str, Any], folder: str) -> None:
-    """The other half, on another number of ranks: equal to the unsharded run."""
+    """Trains the other half on another number of ranks, and compares with the unsharded run."""
     join(rank, ranks)
     failures = 0
     for case, (_, recorded, _) in known.items():
@@ -190,7 +190,7 @@ def check_one(rank: int, case: str, layout: str, known: Any) -> int:
 
 
 def compare(rank: int, name: str, case: str, run: Sharded, known: Any) -> int:
-    """With the unsharded run."""
+    """Compares with the unsharded run. Returns 1 if they differ."""
     weights, _, scale = known
     mine = float(run.optimizer.scale)
     apart, limit = run.distance(weights), 2e-2 if CASES[case][2] == torch.bfloat16 else 1e-5
@@ -202,7 +202,7 @@ def compare(rank: int, name: str, case: str, run: Sharded, known: Any) -> int:
 
 
 def check_resume(rank: int, case: str, known: Any) -> int:
-    """Half of the run, its state into a new optimizer, the other half: bit for bit."""
+    """Half of the run, its state loaded into a new optimizer, and the other half equal the whole run bit for bit."""
     recorded = known[1]
     whole, first, second = (Sharded(case, "FSDP2") for _ in range(3))
     whole.train(recorded)
@@ -246,7 +246,7 @@ def try_fsdp2() -> str:
 
 
 def main() -> None:
-    """The unsharded runs first, in this process, which belongs to no group."""
+    """Starts with the unsharded runs in this process, which is in no process group."""
     known = {case: unsharded(case) for case in CASES}
     on_cpu = {
         case: ([x.cpu() for x in weights], [[g.cpu() for g in each] for each in recorded], scale)

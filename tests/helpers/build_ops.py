@@ -1,8 +1,8 @@
-"""Compiles the two CPU operators that DeepSpeed needs here, once, into the virtual environment.
+"""Compiles the two CPU operators that DeepSpeed needs here into the virtual environment, once.
 
-DeepSpeed compiles them on first use, which takes minutes and happens inside whatever test comes first. A build that
-was killed leaves a `lock` file on which every later build waits for ever: here a lock that no live process holds is
-removed. `make test` runs this by itself.
+DeepSpeed compiles them on first use, which takes minutes and happens inside whichever test comes first. A killed build
+leaves a `lock` file for which every later build waits forever, so locks that no live process holds are removed here.
+`make test` runs this automatically.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ OPS = ("deepspeed_shm_comm", "cpu_adam")
 
 
 def extensions_dir() -> Path:
-    """Where the compiled operators live: in the environment, so that removing it removes them."""
+    """The folder of the compiled operators: in the environment, so that removing it removes them."""
     return Path(sys.prefix) / "torch_extensions"
 
 
 def environment() -> dict[str, str]:
-    """What a process needs to find them, and to run DeepSpeed without a GPU."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja may be beside python
+    """The variables that a process needs to find them and to run DeepSpeed without a GPU."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja may be next to python
     return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir()), "PATH": path}
 
 
 def are_compiled() -> bool:
-    """For the torch and the DeepSpeed that are here now, and to the end: a lock tells of a build that was killed."""
+    """Whether they are complete, for the installed torch and DeepSpeed; a lock is left by a killed build."""
     found = all((extensions_dir() / op / f"{op}.so").exists() for op in OPS)
     current = _stamp().exists() and _stamp().read_text() == _versions()
     return found and current and not any(extensions_dir().glob("*/lock"))
@@ -47,7 +47,7 @@ def _versions() -> str:
 
 
 def why_not() -> str | None:
-    """Why the operators cannot be had here; None when they can."""
+    """Why the operators cannot be built here, or None."""
     missing = [tool for tool in ("g++", "ninja") if shutil.which(tool, path=environment()["PATH"]) is None]
     if not missing or are_compiled():
         return None
@@ -55,7 +55,7 @@ def why_not() -> str | None:
 
 
 def build() -> None:
-    """Compiles what is missing, and loads it, which proves that it works."""
+    """Compiles what is missing and loads it, which proves that it works."""
     os.environ.update(environment())
     extensions_dir().mkdir(parents=True, exist_ok=True)
     with _alone():
@@ -68,26 +68,26 @@ def build() -> None:
 
 
 def build_in_subprocess() -> None:
-    """The same, for a process that should not import DeepSpeed."""
+    """Like `build`, for a process that should not import DeepSpeed."""
     subprocess.run([sys.executable, __file__], check=True, stdout=subprocess.DEVNULL)
 
 
 def remove_locks() -> None:
-    """torch's own locks. Whoever is `_alone` knows that they are a dead build's."""
+    """Removes torch's own locks, which inside `_alone` can only be a dead build's."""
     for lock in extensions_dir().glob("*/lock"):
         lock.unlink()
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """One build at a time. The kernel takes this lock away from a process that dies, however it dies."""
+    """Allows one build at a time. The kernel releases this lock however its process dies."""
     with (extensions_dir() / "build.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def main() -> int:
-    """The exit code: without a compiler the tests that need the operators are skipped, but never in CI."""
+    """Returns the exit code: without a compiler, tests that need the operators are skipped, but not in CI."""
     if reason := why_not():
         sys.stderr.write(f"{reason}: the tests that need them will be skipped\n")
         return int(bool(os.environ.get("CI")))

@@ -1,4 +1,4 @@
-"""The code blocks of README and docs: what the tests of several folders share."""
+"""The code blocks of README and docs, for tests in several folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ON_RANKS = ("deepspeed.md", "sharding.md")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `reason` says why it is not run."""
+    """A fenced block. `reason` is why it is not run."""
 
     page: Path
     line: int
@@ -26,7 +26,7 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where a person finds it."""
+        """Its page and line."""
         return f"{self.page.name}:{self.line}"
 
     @property
@@ -35,7 +35,7 @@ class Block:
 
 
 def blocks(language: str) -> list[Block]:
-    """All blocks in this language, of all pages, in order."""
+    """All blocks in this language, in the order of the pages."""
     return [block for page in PAGES for block in _blocks_of(page) if block.language == language]
 
 

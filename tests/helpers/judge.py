@@ -1,7 +1,7 @@
-"""The judges among everything that a training loop does beside steps; for tests that draw such things at random.
+"""The references with everything else that a training loop does besides steps, for tests that draw it at random.
 
-A thin layer: the rules stay in tests/reference.py and tests/reference_default.py. Here is what the package promises
-around them: steps that are not made, parameters that are frozen, groups that come late, and a scale that is held.
+The rules stay in tests/reference.py and tests/reference_default.py. This thin layer adds what the package promises
+around them: skipped steps, frozen parameters, late groups and a held scale.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Loop(Around):
 
     @property
     def played(self) -> list[float]:
-        """What each group's updates are multiplied by."""
+        """The factor on each group's updates."""
         played = [part.S for part in self.parts]
         return played if self.scope == "group" else played * len(self.base.param_groups)
 
@@ -106,11 +106,11 @@ class PublishedLoop(Loop, Reference):
                 self.x[i] = self.x_ref[i] + part.S * self.Delta[i]
 
     def takes_along(self, i: int) -> bool:
-        """Whether weights that are changed from outside take their reference with them."""
+        """Whether weights changed from outside move their reference along."""
         return True
 
     def put_back(self, i: int, x: Tensor, x_ref: Tensor, was: float, now: float) -> None:
-        """It stands where it stood, and will go on from there."""
+        """Restores x, and moves the reference so that it continues from there."""
         self.x[i] = x
         self.x_ref[i] = x - now * self.Delta[i]
 
@@ -131,17 +131,17 @@ class DefaultLoop(Loop, Default):
         Default.step(self, grads)
 
     def begin_anew(self) -> None:
-        """Not where the base had a state before the first step."""
+        """Does nothing if the base had state before the first step."""
         if not self.counted_from_the_start and not self.has_history:
             super().begin_anew()
             self.steps = 0
 
     def takes_along(self, i: int) -> bool:
-        """Before the first move: there is no reference yet."""
+        """Only before the first move, as there is no reference yet."""
         return not self.had_grad[i] or any(part.S == 0 for part in self.parts if i in part.indices)
 
     def put_back(self, i: int, x: Tensor, x_ref: Tensor, was: float, now: float) -> None:
-        """It stands where it stood."""
+        """Restores x."""
         self.x[i] = x
 
 

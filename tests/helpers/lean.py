@@ -1,4 +1,4 @@
-"""For programs that tests start: frameworks import much because it is there, which takes longer than to train."""
+"""For programs started by tests: frameworks import whatever is installed, which takes longer than the training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def hide(*packages: str) -> None:
-    """As if they were not installed. Before the frameworks are imported."""
+    """Makes packages look as if not installed. Call it before importing the frameworks."""
     sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
     version = importlib.metadata.version
 
@@ -21,7 +21,7 @@ def hide(*packages: str) -> None:
 
 
 def leave_compiler_out() -> None:
-    """An optimizer's first step imports torch's compiler, only to say that it leaves the step alone. Before torch."""
+    """Stubs torch's compiler, which an optimizer's first step imports for nothing. Call it before importing torch."""
     compiler = ModuleType("torch._dynamo")
     compiler.disable = lambda function, *_, **__: function  # type: ignore[attr-defined]
     compiler.graph_break = lambda: None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The base optimizers that the tests run Mechanic around: one row each."""
+"""The base optimizers for the tests, one row each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (arXiv 2302.06675), as printed there."""
+    """Lion as in arXiv 2302.06675."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Lion(torch.optim.Optimizer):
 
 
 class Overriding(torch.optim.AdamW):
-    """May do anything."""
+    """Overrides step(), so that nothing is known about its updates."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps state in dtypes and structures of its own choice, in the style of no optimizer of torch."""
+    """Keeps state in its own dtypes and structures, unlike any of torch's optimizers."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -77,15 +77,15 @@ class Row:
     """One base optimizer.
 
     Args:
-        name: what the test is called.
+        name: its name in test ids.
         cls: its class.
-        kwargs: what it is built with; `lr` is among them.
+        kwargs: its arguments, including `lr`.
         foreach: whether it takes `foreach=`.
         fused: whether it takes `fused=` on a CPU.
-        linear: whether its update is lr times something that does not depend on lr.
+        linear: whether its update is proportional to lr.
         matrices_only: whether it refuses parameters that are not 2-D.
         maximize: whether it takes `maximize=`.
-        variants_agree: whether torch's variants of it are equal to rounding in float64.
+        variants_agree: whether torch's variants of it are equal up to rounding in float64.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Row:
     variants_agree: bool = True
 
     def build(self, params: Iterable[Any], variant: str = "for-loop", **kwargs: Any) -> torch.optim.Optimizer:
-        """The optimizer on these parameters, as its "for-loop", "foreach" or "fused" variant."""
+        """Builds the optimizer on these parameters, as its "for-loop", "foreach" or "fused" variant."""
         chosen = {"foreach": variant == "foreach"} if self.foreach else {}
         if variant == "fused":
             chosen = {"fused": True}
@@ -107,7 +107,7 @@ class Row:
 
     @property
     def variants(self) -> list[str]:
-        """The variants beside the for-loop."""
+        """The variants other than the for-loop."""
         return ["foreach"] * self.foreach + ["fused"] * self.fused
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ OPTIMIZERS = [
     Row("Adamax", torch.optim.Adamax, {"lr": 1.0}),
     Row("Adadelta", torch.optim.Adadelta, {"lr": 1.0}),
     Row("RMSprop", torch.optim.RMSprop, {"lr": 1.0, "momentum": 0.5}),
-    Row("Rprop", torch.optim.Rprop, {"lr": 1e-2}, linear=False),  # lr is its first step size only
+    Row("Rprop", torch.optim.Rprop, {"lr": 1e-2}, linear=False),  # lr is only its first step size
     Row("Adagrad", torch.optim.Adagrad, {"lr": 1.0}, fused=True),
     Row("Adafactor", torch.optim.Adafactor, {"lr": 1e-1}, linear=False),  # its step is min(lr, 1 / sqrt(t))
     # Its lr decays by 1 + lambd * lr * t, which torch keeps in float32: its variants are 5e-7 apart after 50 steps.

@@ -1,4 +1,4 @@
-"""A small model to train, and a way to ask whether anything about it has changed."""
+"""A small model to train, and functions that tell whether anything about it has changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def perceptron(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Seque
 
 
 def backward(model: nn.Module, step: int) -> Tensor:
-    """Gradients of the batch that belongs to this step."""
+    """Computes the gradients of this step's batch."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(16, 4, generator=generator)
     y = (x @ torch.linspace(-1, 1, 12).view(4, 3)).argmax(1)
@@ -47,7 +47,7 @@ def everything(optimizer: torch.optim.Optimizer, *, without: tuple[str, ...] = (
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Where two nested structures are not the same, bit for bit."""
+    """The places where two nested structures differ, bit for bit."""
     if type(a) is not type(b):
         return [f"{where}: {type(a).__name__} and {type(b).__name__}"]
     if isinstance(a, Tensor):
@@ -73,7 +73,7 @@ def filled(params: Iterable[Tensor], value: float = 1.0) -> None:
 
 
 def descend(opt: Any, p: Tensor, steps: int) -> None:
-    """One parameter alone, towards targets that swing: at rest its gradients would be rounding errors."""
+    """Trains one parameter towards swinging targets; at rest, its gradients would be rounding errors."""
     target = torch.linspace(-1, 1, p.numel()).view(p.shape)
     for step in range(steps):
         p.grad = (p.detach().float() - target - 0.1 * math.cos(step)).to(p.dtype)

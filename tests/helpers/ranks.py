@@ -1,8 +1,8 @@
-"""Processes that stay alive for the whole test run: starting a pair for every test costs seconds, asking one does not.
+"""Processes that live as long as the test run, since starting a pair for every test takes seconds.
 
-They are forked from a process that has done nothing but import what the test run has imported. A test hands a top-level
-function to `Ranks.__call__`; every rank runs it with its rank first, and the parent gets the ranks' plain return values
-to assert on.
+They are forked from a process that has only imported what the test run has imported. A test passes a top-level
+function to `Ranks.__call__`; every rank calls it with its rank as the first argument, and the test gets the ranks'
+plain return values to assert on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 
 _PATIENCE = datetime.timedelta(seconds=120)
-"""Beyond what a loaded machine needs; a rank that fails is noticed at once, by its closed pipe."""
+"""Longer than a loaded machine needs. A rank that fails is noticed at once by its closed pipe."""
 
 
 NEEDED = ["torch._dynamo"]
-"""What the first optimizer imports. Done once for all ranks."""
+"""Imported by the first optimizer; done once for all ranks."""
 
 SLOW_IMPORTS = (
     "torch.distributed",
@@ -44,13 +44,13 @@ SLOW_IMPORTS = (
     "peft",
     "transformers.trainer",
 )
-"""The same, where the test run needs them. Not DeepSpeed: it looks at a rank's environment."""
+"""Also imported, if the test run has imported them. Not DeepSpeed, which reads a rank's environment."""
 
 
 def serve(rank: int, world_size: int, store: str, environment: dict[str, str], pipe: Connection) -> None:
-    """A rank's life: run what comes through the pipe, send back what it returned or how it failed."""
+    """A rank's main loop: calls the functions from the pipe and sends back results or failures."""
     faulthandler.enable()
-    gc.freeze()  # what the process that it was forked from has imported: see conftest.py
+    gc.freeze()  # freeze the parent's imports: see conftest.py
     os.environ.update(environment)
     torch.set_num_threads(1)
     _keep_meshes()
@@ -70,7 +70,7 @@ def serve(rank: int, world_size: int, store: str, environment: dict[str, str], p
 
 
 def _keep_meshes() -> None:
-    """One for each shape, for all tests: a thread of every group of ranks looks for news a hundred times a second."""
+    """Shares a mesh per shape among all tests, since every process group has a thread that polls 100 times a second."""
     make = device_mesh.init_device_mesh
 
     @functools.cache
@@ -86,16 +86,16 @@ def _keep_meshes() -> None:
 
 
 class KilledError(AssertionError):
-    """A signal ended a rank: memory was corrupted below python, or there was none left."""
+    """A rank was ended by a signal: memory was corrupted below Python, or used up."""
 
 
 class Ranks:
     """`world_size` processes in one gloo group, started when first needed and again after a failure."""
 
     environment: ClassVar[dict[str, str]] = {}
-    """What they find in theirs beside the test run's."""
+    """Environment variables added to the test run's."""
     imports: ClassVar[list[str]] = []
-    """What they need besides."""
+    """Additional imports."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self.folder = folder
@@ -104,10 +104,10 @@ class Ranks:
         self._ranks: list[tuple[Any, Connection]] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """What the function returned, by rank. The first failure of any rank fails the caller, and ends them all.
+        """Returns the function's results by rank. The first failure on any rank fails the caller and ends all ranks.
 
-        After a signal it runs once more, on new ranks, and a warning says so: a fault of its own comes again. A
-        corrupted heap was seen once, in code that does nothing but call torch, and its cause was never found.
+        After a signal it runs once more on new ranks, with a warning; a real fault would recur. A corrupted heap was
+        seen once in code that only calls torch, and its cause was never found.
         """
         try:
             return self._ask(function, args, kwargs)
@@ -119,7 +119,7 @@ class Ranks:
         self._start()
         try:
             return self._answers(function, args, kwargs)
-        except BaseException:  # a timeout too: a late answer must not reach the next caller
+        except BaseException:  # even for a timeout: a late answer must not reach the next caller
             self.stop()
             raise
 
@@ -145,7 +145,7 @@ class Ranks:
         return value
 
     def _raise_if_killed(self) -> None:
-        """What the others then say, that a connection was closed, is not the reason."""
+        """Reports the killed rank; the others' error, a closed connection, is only a consequence."""
         for rank, (process, _) in enumerate(self._ranks):
             process.join(timeout=0.5)
             if (process.exitcode or 0) < 0:

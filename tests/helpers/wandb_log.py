@@ -1,4 +1,4 @@
-"""What W&B wrote, offline."""
+"""Reads what W&B wrote offline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["count"]
 
 
 def count(folder: Path, names: Sequence[str], *, within_s: float = 30) -> list[int]:
-    """How often each name is in the one run below `folder`: `finish()` returns before its service has written."""
+    """Counts each name in the only run below `folder`. Waits, as `finish()` returns before W&B's service is done."""
     (log,) = folder.rglob("*.wandb")
     until = time.monotonic() + within_s
     while True:

@@ -1,6 +1,6 @@
-"""The runner in forks of one process that has imported torch: importing it anew takes longer than most programs here.
+"""Runs `mechanic-run` in forks of a process that has imported torch, as that import is slower than most programs here.
 
-For tests of what the runner says and does around a program. What it imports, and when, is for processes of their own.
+For tests of what the runner prints and does around a program. What it imports, and when, is tested in new processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Runner = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Warm:
-    """`Warm()(words, folder, variables)` is `python -m mechanic_plugins.run` with these words, in this folder."""
+    """`Warm()(words, folder, variables)` is `python -m mechanic_plugins.run` with these arguments in this folder."""
 
     def __init__(self) -> None:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -45,10 +45,10 @@ class Warm:
 
 
 def serve() -> None:
-    """Returns in the children, one for each request, whose program is then up; and in the parent at the end."""
+    """Forks a child for each request and returns in it after its program; returns in the parent at the end."""
     import torch._dynamo  # noqa: F401  what an optimizer's first step imports
 
-    gc.freeze()  # a child that ends looks through all that is not
+    gc.freeze()  # so that exiting children do not scan the imports
     for line in iter(sys.stdin.readline, ""):
         child = os.fork()
         if child == 0:
@@ -69,7 +69,7 @@ def _become(words: list[str], folder: str, variables: dict[str, str], files: lis
     sys.path[0] = folder
     sys.path[1:1] = variables["PYTHONPATH"].split(os.pathsep)
     sys.argv = ["run", *words]
-    tempfile.tempdir = None  # found by the old environment
+    tempfile.tempdir = None  # may come from the old environment
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The script on ranks that live as long as the test run. What accelerate refuses on a CPU is let through here."""
+"""Runs the script on ranks that live as long as the test run, and enables what accelerate refuses on a CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(rank: int, argv: Sequence[str], shim: str = "none") -> dict[str, Any]:
 
 @contextmanager
 def as_if_launched(rank: int) -> Iterator[None]:
-    """The environment that torchrun gives a process, for the process group that is there already."""
+    """Sets the environment that torchrun gives a process, for the existing process group."""
     before = dict(os.environ)
     world = dist.get_world_size()
     os.environ.update(
@@ -50,7 +50,7 @@ def no_shim() -> Iterator[None]:
 
 @contextmanager
 def fsdp_on_cpu() -> Iterator[None]:
-    """Accelerate runs DDP without a word where FSDP is asked for on a CPU: it looks for several GPUs."""
+    """Enables FSDP on a CPU, where accelerate would silently run DDP because it looks for several GPUs."""
     original = PartialState.__init__
 
     def init(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
@@ -61,12 +61,12 @@ def fsdp_on_cpu() -> Iterator[None]:
     wrap = FullyShardedDataParallel.__init__
 
     def without_device(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
-        wrap(self, *args, **{**kwargs, "device_id": torch.device("cpu")})  # accelerate gives it an index
+        wrap(self, *args, **{**kwargs, "device_id": torch.device("cpu")})  # accelerate passes an index
 
     with ExitStack() as stack:
         stack.enter_context(replaced(PartialState, "__init__", init))
         stack.enter_context(replaced(FullyShardedDataParallel, "__init__", without_device))
-        # FSDP1 that "offloads" from a CPU to a CPU frees the only copy, or lets all states share one
+        # FSDP1 "offloading" from CPU to CPU frees the only copy, or makes all states share one
         never = property(lambda self: False, lambda self, value: None)
         for config in (FullStateDictConfig, FullOptimStateDictConfig):
             stack.enter_context(replaced(config, "offload_to_cpu", never))
@@ -75,7 +75,7 @@ def fsdp_on_cpu() -> Iterator[None]:
 
 @contextmanager
 def deepspeed_on_cpu() -> Iterator[None]:
-    """Accelerate and DeepSpeed look for a GPU first."""
+    """Enables DeepSpeed on a CPU, as it and accelerate look for a GPU first."""
 
     def backend(self: PartialState, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
         return "gloo", DistributedType.MULTI_CPU

@@ -1,6 +1,6 @@
-"""A training script as people write them: HfArgumentParser and Trainer, and not a word about Mechanic.
+"""A typical training script with HfArgumentParser and Trainer, and nothing about Mechanic.
 
-The tests start it by every launcher, and call `run` in their own process where that is enough.
+The tests start it by every launcher, or call `run` in their own process if that is enough.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ScriptArguments:
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Counting by ones, twos and threes modulo 32: learnable in a few dozen steps."""
+    """Counting by ones, twos or threes modulo 32, learnable in a few dozen steps."""
 
     def __init__(self, size: int = 64, length: int = 12) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: the command line of the script, and the loop that judges it."""
+"""Shared by the tests in this folder: the script's command line, and the plain loop to compare it with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HAS_MUON = hasattr(torch.optim, "Muon")  # torch >= 2.9
 
 
 def skip_unless_json_is_read() -> None:
-    """transformers 4 takes no dictionary on the command line."""
+    """transformers 4 accepts no dictionary on the command line."""
     if int(transformers.__version__.partition(".")[0]) < 5:
         pytest.skip("--lr_scheduler_kwargs as JSON came with transformers 5")
 
@@ -70,7 +70,7 @@ def plain_loop(
     bf16: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """`mechanize` around a torch optimizer in a loop without any framework, on the batches that the Trainer saw."""
+    """Trains with `mechanize` around a torch optimizer in a loop without a framework, on the Trainer's batches."""
     model: Any = build_model(dtype=dtype, width=width)
     if lora:
         model = add_lora(model)
@@ -82,7 +82,7 @@ def plain_loop(
     scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
     scales, losses = [], []
     for micro_batches in batches:
-        tokens = sum(x.numel() for x in micro_batches)  # the Trainer divides by all labels, the unused first ones too
+        tokens = sum(x.numel() for x in micro_batches)  # the Trainer divides by all labels, even the unused first ones
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = sum(model(input_ids=x, labels=x, num_items_in_batch=tokens).loss for x in micro_batches)
         loss.backward()
@@ -96,7 +96,7 @@ def plain_loop(
 
 
 def assert_same(result: dict[str, Any], expected: dict[str, Any], *, within: float = 1e-6) -> None:
-    """The Trainer's weights and scales are the loop's."""
+    """Checks that the Trainer's weights and scales equal the loop's."""
     scales = [entry["mechanic/scale"] for entry in result["logs"]]
     assert scales[-1] > 0
     assert scales == _approx(expected["scales"], within)

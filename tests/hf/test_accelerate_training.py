@@ -20,7 +20,7 @@ SETUPS = ("plain", "ddp", "fsdp1", "fsdp2")
 
 
 def dtype_of(setup: str) -> torch.dtype:
-    """FSDP1 clips in float32 alone."""
+    """FSDP1 clips only in float32."""
     return torch.float32 if setup == "fsdp1" else torch.float64
 
 
@@ -56,12 +56,12 @@ def prepared(setup: str) -> tuple[Accelerator, torch.nn.Module, Any, Any]:
         )
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, fsdp_plugin=plugin)
     model = build(setup)
-    if setup == "fsdp1":  # FSDP1 makes the parameters: accelerate wants the model first
+    if setup == "fsdp1":  # FSDP1 creates the parameters, so accelerate needs the model first
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(mechanize(adamw(model.parameters())))
     else:
         model, optimizer = accelerator.prepare(model, mechanize(adamw(model.parameters())))
-    # Accelerate advances a scheduler once for each rank
+    # Accelerate advances a scheduler once per rank
     length = 2 * STEPS * accelerator.num_processes
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer.optimizer, 1.0, 0.1, total_iters=length)
     return accelerator, model, optimizer, accelerator.prepare(schedule)
@@ -97,7 +97,7 @@ def whole_run(rank: int, setup: str) -> dict[str, Any]:
 
 
 def resumed_run(rank: int, setup: str, folder: str) -> dict[str, Any]:
-    """Half of it, saved, loaded into objects that are new, and the rest."""
+    """Trains half of the run, saves it, loads it into new objects and trains the rest."""
     half = STEPS * ACCUMULATE
     shim = SHIMS["fsdp" if setup.startswith("fsdp") else "none"]
     with as_if_launched(rank), shim():

@@ -12,7 +12,7 @@ import mechanic_plugins.transformers  # noqa: F401
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
-WIDE = {"width": 64, "dtype": "float32"}  # it keeps parameters of less than 4096 elements in 32 bits
+WIDE = {"width": 64, "dtype": "float32"}  # it keeps state of parameters with fewer than 4096 elements in 32 bits
 
 
 def arguments(folder: Path, **options: Any) -> list[str]:
@@ -43,7 +43,7 @@ def dtypes(state: Any) -> set[torch.dtype]:
 
 
 def test_any_learning_rate_trains_alike(tmp_path: Path) -> None:
-    """Its update is taken from float32 weights: at a small learning rate it would lose its digits."""
+    """Its update is computed from float32 weights, where it would lose digits at a small learning rate."""
     low, high = (run(arguments(tmp_path, learning_rate=lr))["logs"] for lr in (5e-5, 1.0))
     for key in ("loss", "mechanic/effective_lr"):
         assert [entry[key] for entry in high] == pytest.approx([entry[key] for entry in low], rel=1e-9)

@@ -1,4 +1,4 @@
-"""Trainer checkpoints that change between Mechanic and a plain optimizer."""
+"""Trainer checkpoints that switch between Mechanic and a plain optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF, END = 8, 12
 
 
 def trained(folder: Path, *, steps: int = HALF, **options: Any) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint at the last step, and what the script says."""
+    """Returns the checkpoint at the last step and the script's result."""
     result = run(command_line(folder, max_steps=END, save_strategy="steps", save_steps=steps, **options))
     return folder / f"checkpoint-{steps}", result
 
@@ -36,7 +36,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_run_goes_on_without_mechanic_at_the_learned_learning_rate(
     mechanized: tuple[Path, dict[str, Any]], tmp_path: Path, learning_rate: float
 ) -> None:
-    """Whatever --learning_rate says: a resumed Trainer takes it from the checkpoint."""
+    """This holds for any --learning_rate, since a resumed Trainer takes the rate from the checkpoint."""
     source, result = mechanized
     before = contents(source)
     target = tmp_path / "plain" / "checkpoint-8"
@@ -62,7 +62,7 @@ def test_a_run_goes_on_without_mechanic_at_the_learned_learning_rate(
 def test_a_mechanized_checkpoint_in_a_plain_run_is_refused(
     mechanized: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """It ran, with the loss stuck: the restored schedule is the unscaled one."""
+    """It used to run without learning, since the restored schedule is the unscaled one."""
     argv = command_line(tmp_path, optim="adamw_torch", max_steps=END, resume_from_checkpoint=mechanized[0])
     with pytest.raises(RuntimeError, match=r"saved with Mechanic.*demechanize_checkpoint"):
         run(argv)

@@ -16,7 +16,7 @@ Example = Callable[..., float]
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Example:
-    """Runs the script with these arguments; by how much the loss on held-out text fell."""
+    """Runs the script with these arguments and returns how much the loss on held-out text fell."""
 
     def example(*arguments: object) -> float:
         fixed = ["--output_dir", tmp_path / "out", "--use_cpu", True, "--disable_tqdm", True, "--save_strategy", "no"]

@@ -1,4 +1,4 @@
-"""What the Trainer says of the learning rate, and optimizers that it or peft builds from a mechanized class."""
+"""What the Trainer reports about the learning rate, and optimizers that it or peft builds from a mechanized class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mechanic_plugins.summary import STILL_RISING
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What our logger prints, which is one of transformers'."""
+    """The messages of our logger, a child of transformers'."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ def trained(folder: Path, model: Any = None, *, steps: int = 20, **options: Any)
 
 
 def test_the_end_of_a_run_says_the_learned_learning_rate(tmp_path: Path, said: list[str]) -> None:
-    """Neither a line nor the metrics told it; a run that was too short looked like any other."""
+    """It used to be in no message or metric, and nothing said that a run was too short."""
     trainer = trained(tmp_path, learning_rate=1e-3, lr_scheduler_type="constant", steps=10, optim_args="rule=paper")
     logs = trainer.state.log_history
     peak = unwrap(trainer.optimizer).learned_lr
@@ -86,8 +86,8 @@ def test_the_learned_learning_rate_is_in_what_train_returns(tmp_path: Path) -> N
 
 
 def test_the_last_words_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They were glued to tqdm's bar."""
-    handler = logging.StreamHandler()  # to the captured stderr
+    """They used to continue tqdm's line."""
+    handler = logging.StreamHandler()  # writes to the captured stderr
     logging.getLogger("transformers.mechanic").addHandler(handler)
     trained(tmp_path, steps=3, disable_tqdm=False)
     logging.getLogger("transformers.mechanic").removeHandler(handler)
@@ -101,7 +101,7 @@ def test_a_plain_run_says_nothing(tmp_path: Path, said: list[str]) -> None:
 
 
 def test_a_mechanized_class_is_taken_by_the_trainer(tmp_path: Path) -> None:
-    """`Mechanized.__call__() missing 1 required positional argument: 'params'`."""
+    """It used to fail with `Mechanized.__call__() missing 1 required positional argument: 'params'`."""
     cls = mechanize(torch.optim.AdamW, scope="group")
     trainer = trained(tmp_path, optim="adamw_torch", optimizer_cls_and_kwargs=(cls, {"lr": 1e-3}))
     optimizer = unwrap(trainer.optimizer)
@@ -111,7 +111,7 @@ def test_a_mechanized_class_is_taken_by_the_trainer(tmp_path: Path) -> None:
 
 
 def test_lora_plus_takes_a_mechanized_class_and_every_groups_lr_is_logged(tmp_path: Path) -> None:
-    """Beside one group's learning_rate stood another one's effective_lr."""
+    """One group's learning_rate used to be logged beside another's effective_lr."""
     model = add_lora(build_model())
     optimizer = create_loraplus_optimizer(
         model, optimizer_cls=mechanize(torch.optim.AdamW), lr=5e-5, loraplus_lr_ratio=16

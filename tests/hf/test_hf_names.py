@@ -56,7 +56,7 @@ def callbacks(folder: Path, *more: Any) -> list[type]:
 
 
 def test_the_callback_comes_before_those_that_read_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a program has put callbacks of its own in the place of the default ones, as ms-swift does."""
+    """This holds even if a program replaces the default callbacks, as ms-swift does."""
 
     class Flow(DefaultFlowCallback):
         pass

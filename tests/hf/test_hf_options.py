@@ -1,4 +1,4 @@
-"""`--optim_args`, `--learning_rate` and schedules: what is taken, and what is refused or warned of."""
+"""`--optim_args`, `--learning_rate` and schedules: what is accepted, refused or warned about."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def built(folder: Path, name: str, optim_args: str | None = None, **options: Any
     return cls(model.parameters(), **kwargs)
 
 
-# -------------------------------------------------------------------- how the text is read
+# -------------------------------------------------------------------- parsing
 
 
 def test_optim_args_are_keywords() -> None:
@@ -48,7 +48,7 @@ def test_all_of_mechanics_options_reach_it(tmp_path: Path) -> None:
 
 
 class Clips(torch.optim.SGD):
-    """Has an option's name for an argument of its own."""
+    """Has an argument with the name of one of Mechanic's options."""
 
     def __init__(self, params: Any, lr: float = 1e-3, max_grad_norm: float = 0.0) -> None:
         super().__init__(params, lr)
@@ -89,7 +89,7 @@ def test_values_are_read_by_what_they_look_like() -> None:
 
 
 def test_the_bases_own_keys_reach_adamw(tmp_path: Path) -> None:
-    """transformers drops all of optim_args for AdamW: eps=10 trained bit for bit as without it."""
+    """transformers drops all of optim_args for AdamW: eps=10 used to change nothing."""
     result = run(command_line(tmp_path, optim_args="eps=10,betas=0.8:0.9,amsgrad=true", max_steps=8))
     expected = plain_loop(
         by_step([result]), lambda groups, lr: torch.optim.AdamW(groups, lr, (0.8, 0.9), 10.0, amsgrad=True), steps=8
@@ -118,7 +118,7 @@ def test_keys_reach_every_base(tmp_path: Path, name: str, text: str, expected: d
     assert {type(group[key]) for key in expected} == {type(value) for value in expected.values()}
 
 
-@pytest.mark.parametrize("name", ["adafactor", "lion"])  # built by transformers, and by us
+@pytest.mark.parametrize("name", ["adafactor", "lion"])  # one built by transformers, one by us
 def test_an_unknown_key_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(TypeError, match="has no argument 'foo'"):
         built(tmp_path, name, "foo=bar")
@@ -143,7 +143,7 @@ def test_the_keys_that_transformers_takes_out_itself_are_known(tmp_path: Path) -
 
 
 def test_a_learning_rate_of_zero_is_refused(tmp_path: Path) -> None:
-    """It trained nothing, with a scale of 0 in every log."""
+    """It used to train nothing, with a scale of 0 in every log."""
     with pytest.raises(ValueError, match=r"learning_rate must not be 0, got 0.0: mechanic_adamw learns .* write 1.0"):
         run(command_line(tmp_path, learning_rate=0))
 
@@ -178,7 +178,7 @@ def scheduled(folder: Path, kind: str, kwargs: dict[str, Any], lr: float) -> lis
 def test_a_floor_that_is_a_learning_rate_is_warned_of(
     tmp_path: Path, kind: str, kwargs: dict[str, Any], lr: float, message: str
 ) -> None:
-    """It ended at another effective learning rate for every base lr."""
+    """The final effective learning rate would depend on the base lr."""
     with pytest.warns(UserWarning, match=message):
         run(scheduled(tmp_path, kind, kwargs, lr))
 
@@ -203,7 +203,7 @@ def test_a_plateau_may_have_no_floor_either(kwargs: dict[str, Any], is_wrong: bo
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", *MUON])
 def test_a_trainers_optimizer_can_be_pickled(tmp_path: Path, name: str) -> None:
-    """Adafactor's class was made on the fly, under another class's name."""
+    """Adafactor's class used to be made on the fly, under another class's name."""
     opt = built(tmp_path, name)
     twin = pickle.loads(pickle.dumps(opt))
     assert type(twin).__name__ == type(opt).__name__

@@ -18,11 +18,11 @@ FSDP2 = {
     "version": 2,
     "transformer_layer_cls_to_wrap": ["GPT2Block"],
     "state_dict_type": "SHARDED_STATE_DICT",
-    "sync_module_states": "false",  # accelerate looks for a GPU to do it on; both ranks build the same model
+    "sync_module_states": "false",  # accelerate would need a GPU for it; both ranks build the same model
 }
 FSDP1 = {**FSDP2, "version": 1, "state_dict_type": "FULL_STATE_DICT", "use_orig_params": "false"}
-# FSDP1 clips in float32 alone. The larger epsilon keeps Adam from blowing up the rounding of gradients that are 0 in
-# exact arithmetic: those of an attention's key bias.
+# FSDP1 clips only in float32. The larger epsilon keeps Adam from amplifying the rounding errors of gradients that are 0
+# in exact arithmetic, those of an attention's key bias.
 FLOAT32 = {"dtype": "float32", "adam_epsilon": 1e-3, "weight_decay": 0}  # FSDP1's flat parameters have no names
 SETUPS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "ddp": ("none", None),

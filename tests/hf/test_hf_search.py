@@ -13,7 +13,7 @@ SPACE: dict[str, list[Any]] = {"weight_decay": [0.0, 1.0], "optim_args": ["max_s
 
 
 class Histories(TrainerCallback):
-    """The scales of one training after another."""
+    """Records the scales of each training."""
 
     def __init__(self) -> None:
         self.scales: list[list[float]] = []
@@ -44,7 +44,7 @@ def trainer_for(folder: Path, histories: Histories, **options: Any) -> Trainer:
 
 
 def test_a_search_over_other_things_than_the_learning_rate(tmp_path: Path) -> None:
-    """One Trainer runs all trials: none may start from the scale, the delta or the moments of the one before."""
+    """One Trainer runs all trials, and none may start from the previous one's scale, references or moments."""
     searched = Histories()
     trials: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""The learned lr is where people look: the console, W&B's dict. test_hf_trainer has TensorBoard and the state file."""
+"""The learned lr is where users look: the console and W&B. test_hf_trainer covers TensorBoard and the state file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LR = "mechanic/effective_lr"
 
 
 class LikeWandb(TrainerCallback):  # type: ignore[misc]
-    """Takes the logs as W&B's callback does: comet, mlflow and clearml do the same."""
+    """Takes the logs as W&B's callback does, and those of comet, mlflow and clearml."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -56,7 +56,7 @@ def test_the_console_and_the_dicts_of_others_have_it(
     assert lrs[-1] > 0
 
 
-@pytest.mark.filterwarnings("default")  # W&B's own
+@pytest.mark.filterwarnings("default")  # for W&B's own
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
@@ -66,13 +66,13 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Trainer(model=build_model(), args=args, train_dataset=Sequences()).train()
     wandb.finish()
     peak, lr, scale = wandb_log.count(tmp_path, [f"train/mechanic/{n}" for n in ("peak_lr", "effective_lr", "scale")])
-    assert peak >= 1  # once in the history, and in the summary
+    assert peak >= 1  # once in the history; also in the summary
     assert lr >= 4
     assert scale >= 4
 
 
 def test_each_network_has_a_scale_under_its_name_and_leaves_with_it(tmp_path: Path) -> None:
-    """The head is frozen: nothing is learned for it, and the plain run does not begin at an lr of 0."""
+    """Nothing is learned for the frozen head, but the plain run must not start it at an lr of 0."""
     model = build_model()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
     body = [p for p in model.parameters() if p is not model.lm_head.weight]

@@ -56,7 +56,7 @@ BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Muon multiplies in bf16, which not every CPU has
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Muon multiplies in bf16, which not every CPU supports
 @pytest.mark.parametrize("name", BASES)
 def test_every_name_is_a_plain_loop_with_its_base(tmp_path: Path, name: str) -> None:
     result = run(command_line(tmp_path, optim=f"mechanic_{name}"))
@@ -157,7 +157,7 @@ def test_bf16_weights_train(tmp_path: Path) -> None:
 
 @pytest.fixture
 def environment() -> Iterator[None]:
-    """TrainingArguments tells accelerate about compilation in the environment, for all that comes after."""
+    """Restores the environment, through which TrainingArguments would enable compilation for all later tests."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -200,7 +200,7 @@ def test_auto_find_batch_size_starts_again_with_mechanic(tmp_path: Path) -> None
     )
     trainer = Greedy(model=build_model(), args=args, train_dataset=Sequences())
     trainer.train()
-    assert trainer._train_batch_size <= 2  # accelerate halves 3, or takes a tenth off
+    assert trainer._train_batch_size <= 2  # accelerate halves 3 or reduces it by a tenth
     scales = [e["mechanic/scale"] for e in trainer.state.log_history if "loss" in e]
     assert len(scales) == 6
     assert scales[-1] > 0
@@ -249,7 +249,7 @@ def test_one_scale_for_each_group_is_logged_by_group(tmp_path: Path) -> None:
 
 
 def test_fp16_trains_with_a_grad_scaler(tmp_path: Path) -> None:
-    """The scaler's first steps overflow and are skipped: the tuner must not see them."""
+    """The scaler's first steps overflow and are skipped, and the tuner must not see them."""
     logs = run(command_line(tmp_path, fp16=True, dtype="float32", warmup_steps=0))["logs"]
     assert all(math.isfinite(entry["loss"]) for entry in logs)
     assert logs[-1]["mechanic/scale"] > 0

@@ -29,8 +29,8 @@ def arguments(folder: Path, stage: int, *, offload: bool = False, block: Any = N
         config["optimizer"] = block
     path = folder / "zero.json"
     path.write_text(json.dumps(config))
-    # DeepSpeed's master weights are float32. Without the larger epsilon Adam would blow up the rounding of gradients
-    # that are 0 in exact arithmetic (those of an attention's key bias).
+    # DeepSpeed's master weights are float32. Without the larger epsilon Adam would amplify the rounding errors of
+    # gradients that are 0 in exact arithmetic (those of an attention's key bias).
     fixed = {"deepspeed": path, "use_cpu": False, "dtype": "float32", "adam_epsilon": 1e-3}
     return command_line(folder, **{**fixed, **options})
 
@@ -59,7 +59,7 @@ def test_zero_is_a_plain_loop_on_both_ranks_batches_and_resumes_exactly(
 
 
 def test_an_offloaded_optimizer_keeps_mechanic(engines: Engines, tmp_path: Path) -> None:
-    """accelerate puts a plain DeepSpeedCPUAdam in the place of any optimizer."""
+    """accelerate replaces any optimizer by a plain DeepSpeedCPUAdam."""
     results = engines(2)(train, arguments(tmp_path, 2, offload=True), "deepspeed")
     assert results[0]["optimizers"][-2:] == ["MechanicDeepSpeedCPUAdam", "DeepSpeedCPUAdam"]
     steps = [[batch.tolist() for batch in step] for step in by_step(results)]
@@ -69,7 +69,7 @@ def test_an_offloaded_optimizer_keeps_mechanic(engines: Engines, tmp_path: Path)
 
 
 def loop_with_cpu_adam(rank: int, steps: list[list[list[list[int]]]]) -> dict[str, Any]:
-    """On a rank, which has the compiled operator. Its betas are float32: torch's AdamW differs in the sixth digit."""
+    """Runs on a rank, for the compiled operator. Its betas are float32, so torch's AdamW differs in the sixth digit."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     build = partial(DeepSpeedCPUAdam, eps=1e-3, adamw_mode=True)

@@ -1,4 +1,4 @@
-"""The mechanized optimizer is found in what the frameworks hand back."""
+"""The mechanized optimizer is found in the wrappers that frameworks return."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRAPPED: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("framework", WRAPPED)
 def test_scale_and_metrics_are_found_in_a_wrapper(framework: str) -> None:
-    """`'AcceleratedOptimizer' object has no attribute 'metrics'`."""
+    """Without unwrap: `'AcceleratedOptimizer' object has no attribute 'metrics'`."""
     model = perceptron()
     optimizer = mechanize(torch.optim.AdamW(model.parameters()))
     wrapped = WRAPPED[framework](model, optimizer)

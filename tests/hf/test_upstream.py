@@ -1,4 +1,4 @@
-"""examples/upstream/apply.py against the installed transformers, which is its source without tests and docs."""
+"""Runs examples/upstream/apply.py on the installed transformers, which is its source without tests and docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A class of its own for every base."""
+"""Every base has its own mechanized class."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_optimizers_with_one_base_have_one_class_and_others_another() -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_class_shows_the_bases_own_constructor(base: Any) -> None:
-    """Callers that pass only the arguments they find in the signature lost lr, betas and weight decay.
+    """Callers that pass only the arguments in a signature used to lose lr, betas and weight decay.
 
-    Mechanic's options stand behind them.
+    Mechanic's options come after them.
     """
     own, ours = (inspect.signature(each).parameters for each in (base, mechanize(base)))
     assert [(p.name, p.kind, p.default) for p in own.values()] == [
@@ -92,7 +92,7 @@ def test_copies_keep_their_class_and_train_on_alike(build: str, copied: Any) -> 
 
 
 def test_a_class_can_be_pickled_and_keeps_its_settings() -> None:
-    """Programs that start processes send the class there."""
+    """Programs that start processes send the class to them."""
     built = mechanize(torch.optim.AdamW, max_scale=0.25, backend="foreach")
     twin = pickle.loads(pickle.dumps(built))
     opt = twin(perceptron().parameters(), lr=0.5)
@@ -126,7 +126,7 @@ def test_a_state_dict_does_not_depend_on_the_class() -> None:
 
 
 class Own(mechanize(torch.optim.SGD, max_scale=0.5)):  # type: ignore[misc]
-    """A subclass in a module, as users write it."""
+    """A subclass at module level, as users write it."""
 
     def __init__(self, params: Any, speed: float) -> None:
         super().__init__(params, lr=speed)
@@ -147,7 +147,7 @@ def test_a_class_is_mechanized_once() -> None:
 
 
 def test_another_class_of_the_same_name_may_be_mechanized() -> None:
-    """Only the bare name was compared."""
+    """Only the bare name used to be compared."""
 
     class MechanicOptimizer(torch.optim.SGD):
         pass
@@ -162,6 +162,6 @@ def test_classes_made_for_bases_that_are_gone_go_with_them() -> None:
         return weakref.ref(base)
 
     gone = used()
-    gc.collect()  # takes the class, and the list of known ones then lets go of the base
+    gc.collect()  # frees the class, after which the registry frees the base
     gc.collect()
     assert gone() is None

@@ -64,7 +64,7 @@ def test_the_signature_has_the_bases_arguments_then_mechanics(name: str) -> None
 
 @EVERY
 def test_the_lr_is_1_unless_it_is_more_than_a_factor(name: str) -> None:
-    expected = 1e-2 if name == "Adafactor" else 1.0  # its steps are at most lr long
+    expected = 1e-2 if name == "Adafactor" else 1.0  # its steps have at most the length lr
     cls = getattr(optim, name)
     assert inspect.signature(cls).parameters["lr"].default == expected
     assert cls(perceptron().parameters()).param_groups[0]["lr"] == expected
@@ -123,7 +123,7 @@ def test_a_class_is_pickled_by_its_name(name: str) -> None:
     assert b"mechanic_plugins.optim" in pickle.dumps(getattr(optim, name))
 
 
-# -------------------------------------------------------------------- parameters in every form
+# -------------------------------------------------------------------- forms of parameters
 
 
 def named(model: torch.nn.Module) -> list[Any]:
@@ -143,7 +143,7 @@ FORMS = {
 @EVERY
 @pytest.mark.parametrize("form", FORMS)
 def test_parameters_come_in_every_form_that_torch_takes(name: str, form: str) -> None:
-    """The classes take turns with the scope, which knows the groups and not the class."""
+    """Classes alternate between the scopes, as a scope depends on the groups and not on the class."""
     scope = ("all", "group")[(list(FORMS).index(form) + list(BASES).index(name)) % 2]
     models = perceptron(), perceptron()
     build = getattr(optim, name)
@@ -162,7 +162,7 @@ def test_parameters_come_in_every_form_that_torch_takes(name: str, form: str) ->
 
 @NEEDS_MUON
 def test_muon_takes_a_group_later() -> None:
-    """It asked each group which half it was, and those that came later had no answer."""
+    """Groups added later used to be unknown to both halves."""
     model, more = perceptron(), torch.nn.Linear(4, 3)
     opt = optim.Muon(model.parameters(), lr=0.5, momentum=0.8, scope="group")
     with pytest.raises(ValueError, match="must hold matrices or other parameters, got both: add two groups"):
@@ -182,7 +182,7 @@ def test_muon_takes_a_group_later() -> None:
 
 @NEEDS_MUON
 def test_muon_keeps_names_with_their_parameters() -> None:
-    """Groups may bring their names beside them, as torchtitan's do; each half had all of them."""
+    """Groups may carry their parameters' names, as torchtitan's do; each half used to get all of them."""
     names, params = zip(*perceptron().named_parameters(), strict=True)
     opt = optim.Muon([{"params": list(params), "param_names": list(names)}])
     assert len(opt.param_groups) == 2
@@ -195,7 +195,7 @@ def test_muon_keeps_names_with_their_parameters() -> None:
 
 
 class Own(torch.optim.SGD):
-    """A user's optimizer, with names that Mechanic has too, and whatever else comes."""
+    """A user's optimizer with an argument named like one of Mechanic's options, and **kwargs."""
 
     def __init__(self, params: Any, lr: float = 1e-3, scope: str = "mine", **more: Any) -> None:
         super().__init__(params, lr, **more)
@@ -225,7 +225,7 @@ def test_wrap_makes_such_a_class_of_any() -> None:
 
 
 class Sub(optim.AdamW):
-    """As users write it."""
+    """A subclass as users write it."""
 
     def __init__(self, params: Any, speed: float = 0.5) -> None:
         super().__init__(params, lr=speed, scope="group")
@@ -237,7 +237,7 @@ def test_a_class_can_be_subclassed() -> None:
     assert type(pickle.loads(pickle.dumps(opt))) is Sub
 
 
-# -------------------------------------------------------------------- said once
+# -------------------------------------------------------------------- options, checkpoints and imports
 
 
 def test_there_are_at_most_nine_options_and_each_is_documented() -> None:
@@ -248,7 +248,7 @@ def test_there_are_at_most_nine_options_and_each_is_documented() -> None:
 
 
 def test_a_checkpoint_that_names_a_class_is_loaded() -> None:
-    """darts saves its models so, and torch.load refused them."""
+    """darts saves its models like this, and torch.load used to refuse them."""
     buffer = io.BytesIO()
     torch.save({"optimizer_cls": optim.Adam}, buffer)
     buffer.seek(0)
@@ -331,7 +331,7 @@ def test_an_unknown_argument_is_answered_with_the_known_one(wrong: dict[str, Any
     ids=str,
 )
 def test_options_that_are_refused(wrong: Any, error: type[Exception], sentence: str) -> None:
-    """group="x", group=3 and sync_replicas=None were accepted."""
+    """group="x", group=3 and sync_replicas=None used to be accepted."""
     for target in (torch.optim.SGD, torch.optim.SGD(perceptron().parameters())):
         with pytest.raises(error, match=sentence):
             mechanize(target, **wrong)

@@ -13,7 +13,7 @@ from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising
 
 
 class Played:
-    """What a history reads of an optimizer, with scales given beforehand: the rule that learns them is not asked."""
+    """Stands in for the optimizer that a history reads, with given scales instead of learned ones."""
 
     def __init__(self, scales: list[float], lrs: list[float] | None = None, *, steps: int = 0) -> None:
         self.history = ScaleHistory()
@@ -25,7 +25,7 @@ class Played:
 
 
 def rise(steps: int, *, until: int, rate: float = 0.03, drift: float = 0.0) -> list[float]:
-    """The first step plays nothing; then a constant rate, then a drift."""
+    """Scales that start with a 0, then grow at a constant rate, then drift."""
     return [0.0] + [1e-3 * math.exp(rate * min(t, until) + drift * max(0, t - until)) for t in range(1, steps)]
 
 
@@ -35,7 +35,7 @@ def test_a_rise_that_lasts_to_the_end_is_seen(steps: int) -> None:
 
 
 def test_ten_steps_towards_a_far_target_are_still_rising() -> None:
-    """The jump of the first two steps hid every rise after it."""
+    """The jump of the first two steps used to hide every rise after it."""
     model, history = perceptron(), ScaleHistory()
     opt = mechanize(torch.optim.AdamW(model.parameters()))
     for _ in range(10):
@@ -91,7 +91,7 @@ class Trained:
 
 
 def test_there_is_one_learned_learning_rate() -> None:
-    """The report said 8.6e-07 where 0.15 had been in force: the schedule had ended."""
+    """After the schedule's end, the report used to say 8.6e-07 for a rate of 0.15."""
     run = Trained(40)
     learned = run.opt.learned_lr
     assert run.opt.learned_lrs == pytest.approx([learned / 2, learned / 2, learned, learned / 2])
@@ -100,7 +100,7 @@ def test_there_is_one_learned_learning_rate() -> None:
 
 
 def test_demechanize_after_a_finished_schedule() -> None:
-    """The lr was 0.0, and a new scheduler trained 100 steps at it."""
+    """The lr used to be 0.0, and a new scheduler trained 100 steps at it."""
     run = Trained(40)
     learned = run.opt.learned_lrs
     plain = demechanize(run.opt)

@@ -1,6 +1,6 @@
-"""What a type checker knows of `mechanic_plugins.optim`: read by `make lint`, never run.
+"""What a type checker knows about `mechanic_plugins.optim`: checked by `make lint`, never run.
 
-An error that is expected has its `type: ignore`, and mypy reports one that it does not need.
+Each expected error has a `type: ignore`, and mypy reports unneeded ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the host looks at before every step on a GPU: whether weights and gradients are like before, and where."""
+"""The host's check before every step on a GPU: whether weights and gradients are as before, and where they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [(4, 6), (16,), (2, 3)]
 
 @pytest.fixture(params=[True, False], ids=["compared by torch", "looked at closely"], autouse=True)
 def comparison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch without the comparison must give the same answers."""
+    """A torch without the comparison function must give the same answers."""
     if not request.param:
         monkeypatch.setattr(addresses, "_comparison", lambda tensors: lambda *others: False)
 
@@ -52,7 +52,7 @@ def test_the_table_follows_the_gradients() -> None:
 
 @pytest.mark.parametrize("numel", [16, 10])
 def test_one_of_odd_length_keeps_all_from_being_read_16_bytes_at_once(numel: int) -> None:
-    """The kernel would read past its end, and did where the first of the list was even."""
+    """The kernel would read past its end, and used to if the first one in the list was even."""
     xs = [torch.zeros(16), torch.zeros(numel)]
     found = Addresses(xs, xs, [Kept(x) for x in xs], Table(torch.device("cpu"), (16, numel)))
     assert found.refresh(xs, xs)

@@ -1,6 +1,6 @@
-"""The GPU kernels, compiled for a GPU that need not be here.
+"""The GPU kernels compile, without needing a GPU.
 
-The interpreter runs them on numpy, which forgives types and operations that a compiler does not.
+The interpreter runs them on NumPy, which accepts types and operations that a compiler rejects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sums by torch operations: small tensors joined into rows, large ones cut into rows."""
+"""The sums by torch operations, with small tensors joined into rows and large ones cut into rows."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_operations_do_not_grow_with_the_tensors() -> None:
 
 
 def test_a_reference_whose_memory_was_swapped_is_read_where_it_is() -> None:
-    """As tools do that move an optimizer's state away for a while and back."""
+    """Some tools move an optimizer's state away and back."""
     ends = []
     for swaps in (False, True):
         params = [nn.Parameter(torch.full((4, 3), 2.0)), nn.Parameter(torch.ones(5))]

@@ -1,4 +1,4 @@
-"""Runs tests/kernels/interpreted in a process of its own: Triton decides when it is imported whether it interprets."""
+"""Runs tests/kernels/interpreted in its own process, as Triton decides at import whether to interpret."""
 
 from __future__ import annotations
 

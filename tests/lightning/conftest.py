@@ -10,13 +10,13 @@ from lightning_helpers import NAMESPACES, lightning_of
 
 @pytest.fixture(params=NAMESPACES)
 def pl(request: pytest.FixtureRequest) -> ModuleType:
-    """Each of the two packages that Lightning comes in."""
+    """Each of Lightning's two packages."""
     return lightning_of(request.param)
 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Lightning ignores further interrupts once it has met one."""
+    """Restores the handler, since Lightning ignores further interrupts after the first."""
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)

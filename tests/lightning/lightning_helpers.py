@@ -1,4 +1,4 @@
-"""A small problem, the Lightning module that trains on it, and the plain loop that the module is judged by."""
+"""A small problem, a Lightning module that trains on it, and a plain loop to compare with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUIET = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:.*still looking for its scale"),  # most runs here are that short
+    pytest.mark.filterwarnings("ignore:.*still looking for its scale"),  # as most runs here are so short
 ]
 
 Optimizers = Callable[[nn.Module], Any]
@@ -65,7 +65,7 @@ def adamw(model: nn.Module, **kwargs: Any) -> Optimizer:
 
 
 def module(pl: ModuleType, optimizers: Optimizers = adamw, **attributes: Any) -> Any:
-    """A LightningModule of this namespace; `attributes` replace its methods."""
+    """A LightningModule of this package; `attributes` replace its methods."""
 
     class Regression(pl.LightningModule):
         def __init__(self) -> None:
@@ -91,7 +91,7 @@ def halving(optimizer: Any) -> Any:
 
 
 def built_in_init(pl: ModuleType, **attributes: Any) -> Any:
-    """A module that builds optimizer and scheduler once and hands out the same two in every fit."""
+    """A module that builds optimizer and scheduler once and returns the same two in every fit."""
     model = module(pl, configure_optimizers=lambda self: ([self.kept], [self.schedule]), **attributes)
     model.kept = adamw(model.net)
     model.schedule = halving(model.kept)
@@ -109,13 +109,13 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether they are equal bit for bit."""
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @dataclass
 class Plain:
-    """What a plain loop with `mechanize` left behind."""
+    """The result of a plain loop with `mechanize`."""
 
     weights: list[Tensor]
     optimizer: Any
@@ -134,7 +134,7 @@ def plain_loop(
     forward: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
     **options: Any,
 ) -> Plain:
-    """The loop that a person would write, on the same batches."""
+    """The loop that a user would write, on the same batches."""
     model = net() if model is None else model
     base = optimizers(model)
     scheduler = schedule(base) if schedule else None

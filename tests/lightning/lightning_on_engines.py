@@ -1,4 +1,4 @@
-"""What a rank runs under DeepSpeed: a Trainer with DeepSpeedStrategy, which Lightning itself refuses on a CPU."""
+"""The ranks' part under DeepSpeed: a Trainer with DeepSpeedStrategy, which Lightning refuses on a CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def deepspeed_on_cpu(pl: ModuleType, config: dict[str, Any]) -> Any:
 
         def setup_distributed(self) -> None:
             self.set_world_ranks()
-            os.environ["LOCAL_RANK"] = str(self.local_rank)  # DeepSpeed looks for it
+            os.environ["LOCAL_RANK"] = str(self.local_rank)  # read by DeepSpeed
             deepspeed.init_distributed("gloo", verbose=False)
 
         def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
@@ -47,7 +47,7 @@ def deepspeed_on_cpu(pl: ModuleType, config: dict[str, Any]) -> Any:
 def config_of(stage: int, *, offload: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        zero |= {"sub_group_size": 40, "stage3_param_persistence_threshold": 0}  # so that there are several sub-groups
+        zero |= {"sub_group_size": 40, "stage3_param_persistence_threshold": 0}  # for several sub-groups
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {

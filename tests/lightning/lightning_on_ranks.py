@@ -1,4 +1,4 @@
-"""What a rank runs: a Trainer under each strategy, on ranks that live longer than the Trainer does."""
+"""The ranks' part: a Trainer under each strategy, on ranks that outlive the Trainer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from mechanic_plugins.lightning import Mechanic
 Result = dict[str, Any]
 
 OPTIONS: dict[str, Any] = {"settings": Settings(rule="paper", s_init=0.01)}
-"""A start that moves the weights by a tenth in these few steps: what does not move cannot differ."""
+"""A start that moves the weights by a tenth in these few steps, so that differences can show."""
 
 
 def environment(pl: ModuleType, rank: int) -> Any:
-    """These ranks are there already, in one process group: Lightning has nothing to launch and no port to choose."""
+    """An environment for existing ranks in a process group, where Lightning need not launch or choose a port."""
 
     environments = lightning_of(f"{pl.__name__}.plugins.environments")
 
@@ -100,7 +100,7 @@ def configured(kind: str) -> dict[str, Any]:
 
 
 def rank_loader(rank: int) -> DataLoader[Any]:
-    """A rank's half of each batch."""
+    """This rank's half of each batch."""
     whole = loader().dataset
     sampler = DistributedSampler(whole, num_replicas=2, rank=rank, shuffle=False)
     return DataLoader(whole, batch_size=BATCH // 2, sampler=sampler)
@@ -108,7 +108,7 @@ def rank_loader(rank: int) -> DataLoader[Any]:
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What Lightning's console shows of this rank."""
+    """Collects the messages of this rank on Lightning's console."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -130,7 +130,7 @@ def fit(
     mechanic: bool = True,
     **kwargs: Any,
 ) -> Result:
-    """Trains and returns plain values: the whole weights, the tuner, what was logged, what was warned of."""
+    """Trains and returns plain values: the full weights, the tuner, logs and warnings."""
     pl = lightning_of(namespace)
     callback, model = Mechanic(**OPTIONS), module(pl, **configured(kind))
     with warnings.catch_warnings(record=True) as caught, heard() as messages:
@@ -141,7 +141,7 @@ def fit(
             strategy=strategy(pl, kind),
             plugins=[environment(pl, rank)],
             devices=2,
-            use_distributed_sampler=False,  # Lightning's would shuffle
+            use_distributed_sampler=False,  # which would shuffle
             max_epochs=epochs,
             **kwargs,
         )
@@ -161,7 +161,7 @@ def fit(
 
 
 def refit(rank: int, namespace: str) -> Result:
-    """Three fits of one epoch, each with a Trainer and a callback of its own, of a module that keeps its optimizer."""
+    """Three fits of one epoch, each with a new Trainer and callback, of a module that keeps its optimizer."""
     pl = lightning_of(namespace)
     model = built_in_init(pl)
     with warnings.catch_warnings():
@@ -178,7 +178,7 @@ def refit(rank: int, namespace: str) -> Result:
 
 
 def refusal(rank: int, namespace: str, kind: str, **kwargs: Any) -> str:
-    """What the user reads before training starts."""
+    """Returns the error message that the user sees before training starts."""
     try:
         fit(rank, namespace, kind, **kwargs)
     except ValueError as refused:
@@ -198,7 +198,7 @@ def full(p: Any) -> Tensor:
 
 
 def _full_state_dicts(module: nn.Module, world_size: int, rank0_only: bool = True) -> Any:
-    """Lightning's own, without offload_to_cpu: torch crashes on it where the parameters are on the CPU already."""
+    """Lightning's own without offload_to_cpu, on which torch crashes if the parameters are already on the CPU."""
     return FSDP.state_dict_type(
         module=module,
         state_dict_type=StateDictType.FULL_STATE_DICT,

@@ -1,4 +1,4 @@
-"""The callback among others: what it logs, who it gets along with, and what it refuses before training starts."""
+"""The callback among others: what it logs, which others it works with, and what it refuses before training starts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def in_groups(model: Any) -> list[dict[str, Any]]:
 
 
 def test_the_effective_lr_is_logged_with_the_lr_of_the_step_that_was_made(pl: ModuleType, tmp_path: Path) -> None:
-    """A scheduler has run by then: scale times the group's lr would be the next step's."""
+    """The scheduler has already run by then, so scale times the group's lr would be the next step's."""
 
     def optimizers(model: nn.Module) -> Any:
         optimizer = adamw(model)
@@ -143,7 +143,7 @@ def test_barebones_trains_and_logs_nothing() -> None:
 
 
 def test_learning_rate_monitor_lists_each_optimizer_once(pl: ModuleType, tmp_path: Path) -> None:
-    """Base and wrapper were two optimizers to it, when a scheduler still held the base."""
+    """It used to list base and wrapper as two optimizers if a scheduler still held the base."""
 
     def optimizers(model: nn.Module) -> Any:
         optimizer = torch.optim.SGD(in_groups(model), lr=0.1)
@@ -162,7 +162,7 @@ def test_learning_rate_monitor_lists_each_optimizer_once(pl: ModuleType, tmp_pat
 def test_what_watches_the_bases_own_learning_rate_finds_it_under_this_name(
     name: str | None, logged: str, tmp_path: Path
 ) -> None:
-    """The README's advice for monitor="lr-SGD": the new name, or one in the scheduler's config, which stays."""
+    """For monitor="lr-SGD" the README advises the new name, or a fixed one in the scheduler's config."""
 
     def optimizers(model: nn.Module) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -199,7 +199,7 @@ def finetuning(pl: ModuleType) -> Any:
         def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
             if epoch == 1:
                 self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=5e-3)
-            elif epoch > 1:  # after a resume, which restores the groups but not what is trainable
+            elif epoch > 1:  # after a resume, which restores the groups but not `requires_grad`
                 self.make_trainable(pl_module.net[0])
 
     return Unfreeze()
@@ -232,7 +232,7 @@ def test_finetuning_adds_a_group_half_way_and_resumes(mechanic_first: bool, tmp_
 
 
 def test_weight_averaging_leaves_the_training_alone(pl: ModuleType) -> None:
-    """It swaps the averaged weights in for validation and back; only the end result is the average."""
+    """It swaps in the averaged weights for validation and back; only the final weights are the average."""
     if not hasattr(pl.callbacks, "WeightAveraging"):
         pytest.skip("Lightning 2.6 has it")
     states = []
@@ -249,7 +249,7 @@ def test_weight_averaging_leaves_the_training_alone(pl: ModuleType) -> None:
 
 
 def test_stochastic_weight_averaging_swaps_its_scheduler_in() -> None:
-    """Its lr is one for the base, as every lr: the scale goes on top."""
+    """Its lr is the base's, like every lr, and is multiplied by the scale."""
     pl = lightning_of("lightning.pytorch")
     callback, averaging = (
         Mechanic(),
@@ -305,7 +305,7 @@ trainer:
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls its older names
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 uses old names
     cli_module = lightning_of(f"{pl.__name__}.cli")
 
     class Module(type(module(pl))):  # type: ignore[misc]
@@ -334,11 +334,11 @@ def test_every_option_is_documented() -> None:
 
 
 def test_every_option_reaches_the_optimizer() -> None:
-    """One value for each option that is not its default; an option that is new must be entered here."""
+    """Tests each option with a value other than its default; new options must be added here."""
     other: dict[str, Any] = {"scope": "group", "max_scale": 3.0, "sync_replicas": True, "backend": "foreach"}
     other |= {"max_grad_norm": 2.0, "delta_dtype": torch.bfloat16, "group": None, "settings": None}
     assert Mechanic(**other).options == {**other, "rule": None}
-    assert Mechanic(rule="paper").options["rule"] == "paper"  # not with a delta in bfloat16
+    assert Mechanic(rule="paper").options["rule"] == "paper"  # does not work with a bfloat16 delta
     assert {*other, "rule"} == Options.__annotations__.keys()
 
 
@@ -363,7 +363,7 @@ def test_mechanic_twice(pl: ModuleType) -> None:
 
 
 def test_the_class_instead_of_a_callback(pl: ModuleType) -> None:
-    """`Mechanic.setup() missing 1 required positional argument` helped nobody."""
+    """The message used to be `Mechanic.setup() missing 1 required positional argument`."""
     with pytest.raises(TypeError, match=r"holds the class instead of a callback: write Mechanic\(\)"):
         trainer(pl, Mechanic).fit(module(pl), loader())
 
@@ -394,7 +394,7 @@ def test_an_optimizer_that_is_mechanized_already_is_left_as_it_is(pl: ModuleType
 
 
 def test_a_callback_without_settings_logs_what_is_mechanized_already(pl: ModuleType) -> None:
-    """By LightningCLI the optimizer has its own settings, and the callback is there for the logs."""
+    """Under LightningCLI the optimizer has its own settings, and the callback is only for the logs."""
     model, callback = module(pl, lambda model: mechanize(adamw(model), max_scale=0.5)), Mechanic()
     fitted = trainer(pl, callback)
     with warnings.catch_warnings(record=True) as warned:
@@ -439,7 +439,7 @@ def sequential(optimizer: Optimizer) -> Any:
     ],
 )
 def test_a_schedule_with_an_absolute_floor_is_told_about_once(schedule: Any, named: str, share: float) -> None:
-    """With it "any lr gives the same training" does not hold: the floor is a share of one lr only."""
+    """With it, "any lr gives the same training" does not hold, as the floor is a given share of only one lr."""
 
     def optimizers(model: nn.Module) -> Any:
         optimizer = adamw(model)
@@ -478,7 +478,7 @@ def test_untested_strategies(pl: ModuleType) -> None:
         trainer(pl, Mechanic(), strategy=xla("cpu")).fit(module(pl), loader())
 
     class Own(pl.strategies.Strategy):  # type: ignore[name-defined, misc]
-        """All of SingleDeviceStrategy, without being one."""
+        """Has everything of SingleDeviceStrategy without being a subclass."""
 
     for name, value in vars(single).items():
         if name not in ("__init__", "__dict__", "__weakref__"):
@@ -492,7 +492,7 @@ def test_untested_strategies(pl: ModuleType) -> None:
 
 
 def test_no_lightning_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the plugin imports first, this is what must be read."""
+    """The user must get this message, whatever the plugin imports first."""
     for name in [name for name in sys.modules if name.startswith("mechanic_plugins.lightning")]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("lightning", "lightning_utilities", "pytorch_lightning"):

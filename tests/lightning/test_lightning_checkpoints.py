@@ -1,4 +1,4 @@
-"""Stopping and going on, with Mechanic in the checkpoint, only before it, or only after it."""
+"""Stopping and resuming, with Mechanic throughout, only before the checkpoint or only after it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def by_step(model: nn.Module) -> Any:
 
 
 def fit(pl: ModuleType, epochs: int, *, mechanic: bool = True, save: Path | None = None, **kwargs: Any) -> Any:
-    """The module and its trainer after `epochs`, saved where told, continued from `ckpt_path`."""
+    """Returns module and trainer after `epochs`, continued from `ckpt_path` and saved to `save` if given."""
     model, callback = module(pl, kwargs.pop("optimizers", by_step)), Mechanic()
     ckpt_path = kwargs.pop("ckpt_path", None)
     fitted = trainer(pl, *([callback] if mechanic else []), max_epochs=epochs, **kwargs)
@@ -54,7 +54,7 @@ def test_the_checkpoint_loads_with_weights_only(tmp_path: Path) -> None:
 
 
 def test_mechanic_joins_a_run_that_began_without_it(pl: ModuleType, tmp_path: Path) -> None:
-    """The moments are kept; the scale is learned from the loaded weights on."""
+    """The moments are kept, and the scale is learned starting from the loaded weights."""
     half, _ = fit(pl, 2, mechanic=False, save=tmp_path / "plain.ckpt")
     with pytest.warns(UserWarning, match="saved without Mechanic: the base's moments are kept"):
         rest, resumed = fit(pl, 4, ckpt_path=tmp_path / "plain.ckpt")
@@ -66,7 +66,7 @@ def test_mechanic_joins_a_run_that_began_without_it(pl: ModuleType, tmp_path: Pa
 
 
 def test_a_run_goes_on_without_mechanic_at_the_learned_learning_rate(pl: ModuleType, tmp_path: Path) -> None:
-    """Without the callback the scale is lost: demechanize_checkpoint() puts it into the learning rates."""
+    """Without the callback the scale would be lost, so demechanize_checkpoint() puts it into the learning rates."""
     half, trained = fit(pl, 2, save=tmp_path / "mechanic.ckpt")
     scale = trained.optimizers[0].scale.item()
     demechanize_checkpoint(tmp_path / "mechanic.ckpt", tmp_path / "plain.ckpt")
@@ -88,7 +88,7 @@ def test_a_run_goes_on_without_mechanic_at_the_learned_learning_rate(pl: ModuleT
 
 
 def test_loading_a_mechanic_checkpoint_without_mechanic_loses_nothing(tmp_path: Path) -> None:
-    """Not advised (the learning rate is the unscaled one), but weights and moments arrive whole."""
+    """This is not recommended, as the learning rate is the unscaled one, but weights and moments are intact."""
     pl = lightning_of("lightning.pytorch")
     half, trained = fit(pl, 2, save=tmp_path / "mechanic.ckpt")
     moments = [state["exp_avg_sq"].clone() for state in trained.optimizers[0].state.values()]
@@ -104,7 +104,7 @@ def test_only_a_checkpoint_with_mechanic_can_be_demechanized(tmp_path: Path) -> 
 
 
 def two_groups(model: nn.Module) -> Any:
-    """The second group is frozen for good."""
+    """The second group stays frozen."""
     first, *rest = model.parameters()
     for p in rest:
         p.requires_grad_(False)
@@ -112,7 +112,7 @@ def two_groups(model: nn.Module) -> Any:
 
 
 def test_a_frozen_group_takes_the_scale_of_the_others(tmp_path: Path) -> None:
-    """With scope="group" its own stays 0, and the checkpoint was said to hold none."""
+    """With scope="group" its own scale stays 0, and the checkpoint was reported to hold none."""
     pl = lightning_of("lightning.pytorch")
     model = module(pl, two_groups)
     fitted = trainer(pl, Mechanic(scope="group"), max_epochs=2)

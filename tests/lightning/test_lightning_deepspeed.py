@@ -1,4 +1,4 @@
-"""DeepSpeedStrategy on two CPU ranks against one process that sees the whole batch, and against itself, interrupted."""
+"""DeepSpeedStrategy on two CPU ranks equals one process with the whole batch, and itself interrupted and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example, as a user runs it."""
+"""Runs the example as a user does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [*QUIET, pytest.mark.slow]
 def test_the_example_trains_logs_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything() leaves them behind
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set by seed_everything()
         monkeypatch.setenv(name, "0")
     spec = importlib.util.spec_from_file_location("train_lightning", EXAMPLE)
     assert spec

@@ -1,4 +1,4 @@
-"""A GAN: two networks against each other, each mechanized optimizer with a scale of its own."""
+"""A GAN: two competing networks, whose mechanized optimizers have their own scales."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Gan(nn.Module):
-    """Samples that are to look like two Gaussians in the plane."""
+    """A generator of samples like two Gaussians in the plane, and its critic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Gan(nn.Module):
         self.generator, self.critic = mlp(NOISE, 2), mlp(2, 1)
 
     def losses(self, real: Tensor, noise: Tensor) -> Any:
-        """The critic's, then the generator's: to be asked for after the critic's step."""
+        """Yields the critic's loss, then the generator's, which must be taken after the critic's step."""
         made = self.generator(noise)
         yield F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(made.detach())).mean()
         yield F.softplus(-self.critic(made)).mean()
@@ -45,7 +45,7 @@ class Gan(nn.Module):
 
 
 def gaussians() -> tuple[Tensor, Tensor]:
-    """Points of the data, and the noise for as many samples."""
+    """Data points, and noise for as many samples."""
     draw = torch.Generator().manual_seed(1)
     centres = torch.tensor([[2.0, 1.0], [2.0, -1.0]]).repeat(STEPS * BATCH // 2, 1)
     noise = torch.randn(len(centres), NOISE, generator=draw)
@@ -63,7 +63,7 @@ def plain_loop(gan: Gan) -> list[Any]:
 
 
 def by_hand(pl: ModuleType, gan: Gan) -> Any:
-    """The module of Lightning's own GAN examples: manual optimization, two optimizers."""
+    """A module as in Lightning's own GAN examples: manual optimization with two optimizers."""
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -84,7 +84,7 @@ def by_hand(pl: ModuleType, gan: Gan) -> Any:
 
 
 def distance(gan: Gan) -> float:
-    """The energy distance of 1000 samples from 1000 points of the data."""
+    """The energy distance between 1000 samples and 1000 data points."""
     real, noise = (t[:1000] for t in gaussians())
     with torch.no_grad():
         made = gan.generator(noise)

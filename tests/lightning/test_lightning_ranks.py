@@ -1,4 +1,4 @@
-"""Two ranks against one process that sees the whole batch, and against themselves, interrupted."""
+"""Two ranks equal one process with the whole batch, and themselves interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def run(ranks: RanksOf, namespace: str, kind: str, **kwargs: Any) -> Result:
-    """Both ranks' result, which must be one."""
+    """The result, which must be the same on both ranks."""
     first, second = ranks(2)(fit, namespace, kind, **kwargs)
     assert first["weights"] == second["weights"]
     assert first["tuner"] == second["tuner"], "the ranks learned different scales"
@@ -56,7 +56,7 @@ def test_two_ranks_equal_one_process_and_resume_exactly(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mechanic_joins_a_run_that_began_without_it(ranks: RanksOf, kind: str, tmp_path: Path) -> None:
-    """Its moments are kept, the scale is learned from the loaded weights on."""
+    """Its moments are kept, and the scale is learned starting from the loaded weights."""
     namespace, path = NAMESPACES[0], tmp_path / "plain.ckpt"
     ranks(2)(fit, namespace, kind, epochs=1, mechanic=False, save=path)
     joined = run(ranks, namespace, kind, ckpt_path=path)
@@ -86,6 +86,6 @@ def test_sixteen_bit_weights_resume_exactly_under_fsdp2(ranks: RanksOf, tmp_path
 
 
 def test_sixteen_bit_weights_under_fsdp_are_refused_before_a_checkpoint_fails(ranks: RanksOf) -> None:
-    """It trains, and then the first checkpoint fails inside torch: Expected dtype == info.dtype."""
+    """They would train, and the first checkpoint would fail inside torch: Expected dtype == info.dtype."""
     said = ranks(2)(refusal, NAMESPACES[0], "fsdp-full", precision="bf16-true")
     assert all("Use ModelParallelStrategy (FSDP2)" in message for message in said)

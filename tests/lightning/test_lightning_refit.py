@@ -1,4 +1,4 @@
-"""One module fitted several times: what a fit leaves behind, and what the next one starts from."""
+"""A module fitted several times: what a fit leaves behind and what the next one starts from."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def fit(pl: ModuleType, model: Any, *callbacks: Any, **kwargs: Any) -> Any:
 def test_a_module_that_builds_optimizer_and_scheduler_in_init_is_fitted_again(
     pl: ModuleType, new_callback: bool
 ) -> None:
-    """The scheduler was left pointing at the wrapper, and Lightning refused the second fit.
+    """The scheduler used to be left pointing at the wrapper, and Lightning refused the second fit.
 
-    Three fits of one epoch are one fit of three: Mechanic's state belongs to the optimizer, not to the callback.
+    Three fits of one epoch equal one fit of three: Mechanic's state belongs to the optimizer, not to the callback.
     """
     model, callback = built_in_init(pl), Mechanic()
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_an_interrupted_fit_gives_the_scheduler_back(pl: ModuleType, error: type
 
 
 def test_a_scheduler_that_another_callback_has_replaced_is_given_back_too() -> None:
-    """StochasticWeightAveraging takes the module's scheduler out of the Trainer."""
+    """StochasticWeightAveraging removes the module's scheduler from the Trainer."""
     pl = lightning_of("lightning.pytorch")
     averaging = pl.callbacks.StochasticWeightAveraging(5e-3, swa_epoch_start=1)
     model = built_in_init(pl)
@@ -122,7 +122,7 @@ def test_a_scheduler_that_another_callback_has_replaced_is_given_back_too() -> N
 
 
 def test_a_later_fit_without_mechanic_is_the_bases_own(pl: ModuleType) -> None:
-    """At the base's own learning rate, or with demechanize() at the learned one."""
+    """It trains at the base's own learning rate, or after demechanize() at the learned one."""
     model, callback = built_in_init(pl), Mechanic()
     fit(pl, model, callback)
     steps = callback.optimizers[0].tuner.steps.item()
@@ -146,7 +146,7 @@ def test_an_optimizer_built_anew_is_tuned_anew(pl: ModuleType) -> None:
 
 
 def test_a_checkpoint_saved_after_fit_resumes_and_demechanizes(pl: ModuleType, tmp_path: Path) -> None:
-    """The schedulers are the base's again by then: the scale must still reach their learning rates."""
+    """By then the schedulers belong to the base again, and the scale must still reach their learning rates."""
     model = built_in_init(pl)
     fitted = fit(pl, model, Mechanic())
     scale = fitted.optimizers[0].scale.item()

@@ -1,4 +1,4 @@
-"""The learned lr is where people look: the drawn progress bar, TensorBoard, the dict of a logger such as W&B's."""
+"""The learned lr is where users look: the progress bar, TensorBoard, and the dict of loggers such as W&B's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fitted(logger: Any, *, bar: Any = None) -> Any:
 
 @pytest.mark.parametrize("name", ["TQDMProgressBar", "RichProgressBar"])
 def test_the_progress_bar(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It showed `mechanic/effecti... 0.000`: cut, and Rich's three decimals show no learning rate."""
+    """It used to show `mechanic/effecti... 0.000`: the name was cut, and Rich's three decimals are too few."""
     bar = getattr(lightning_of("lightning.pytorch").callbacks, name)()
     trainer = fitted(False, bar=bar)
     lr = float(trainer.callback_metrics[LR])
@@ -61,7 +61,7 @@ def test_a_logger_that_takes_dicts() -> None:
     assert seen[-1] == {"mechanic/peak_lr": trainer.optimizers[0].learned_lr}
 
 
-@pytest.mark.filterwarnings("default")  # W&B's own
+@pytest.mark.filterwarnings("default")  # for W&B's own
 def test_wandb_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     logger = lightning_of("lightning.pytorch").loggers.WandbLogger(offline=True, save_dir=tmp_path)

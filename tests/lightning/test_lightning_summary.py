@@ -1,4 +1,4 @@
-"""What a person reads at the end of fit."""
+"""The summary that fit prints at its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINE = re.compile(r"(\S+): Mechanic learned a learning rate of ([^\s,]+)(, the l
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, float]]:
-    """The optimizer's name and the learned lr of every such line."""
+    """The optimizer's name and the learned lr of every summary line."""
     found = [LINE.fullmatch(message) for message in caplog.messages]
     return [(m[1], float(m[2])) for m in found if m]
 
@@ -35,7 +35,7 @@ def still_rising(record: list[warnings.WarningMessage]) -> list[str]:
 
 
 def test_the_end_of_fit_names_the_highest_learning_rate_in_force(caplog: pytest.LogCaptureFixture) -> None:
-    """By the end the schedule has brought the learning rate down: the last one says nothing."""
+    """The schedule has lowered the learning rate by the end, so the last one says nothing."""
     rates = []
 
     def optimizers(model: Any) -> Any:
@@ -96,7 +96,7 @@ def test_several_optimizers_have_a_line_each(caplog: pytest.LogCaptureFixture) -
 
 
 def test_groups_that_never_move_do_not_disturb(caplog: pytest.LogCaptureFixture) -> None:
-    """LoRA+ makes empty groups; a frozen group has parameters and no gradients."""
+    """LoRA+ makes empty groups, and a frozen group has parameters without gradients."""
 
     def optimizers(model: Any) -> Any:
         model[0].requires_grad_(False)

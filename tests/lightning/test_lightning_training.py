@@ -1,4 +1,4 @@
-"""A Trainer with the callback against the plain loop with `mechanize`: the same bits."""
+"""A Trainer with the callback equals a plain loop with `mechanize` bit for bit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_keyword_reaches_mechanize(options: Any) -> None:
 
 @dataclass(frozen=True)
 class Form:
-    """Something that configure_optimizers may return, and the schedule that it means."""
+    """A form of configure_optimizers' return value, and the schedule it stands for."""
 
     name: str
     returned: Callable[[nn.Module], Any]
@@ -183,7 +183,7 @@ def test_two_optimizers_by_hand(pl: ModuleType) -> None:
 
 
 def test_lightnings_own_proxy_shows_the_live_tuner(pl: ModuleType) -> None:
-    """The proxy runs our properties with itself as `self`: read before the first step, it kept a tuner of its own."""
+    """The proxy runs our properties with itself as `self`. Read before the first step, it kept a tuner of its own."""
     seen: list[float] = []
 
     def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -235,9 +235,9 @@ def test_bf16_mixed() -> None:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_16_mixed_with_a_real_scaler_skips_steps_that_overflow(fused: bool) -> None:
-    """A fused base would unscale by itself, and Lightning would refuse to clip: the wrapper must say that it does not.
+    """A fused base unscales by itself, so Lightning would refuse to clip. The wrapper must report that it does not.
 
-    The scale of the loss starts so high that the first steps overflow; they may leave no trace.
+    The loss scale starts so high that the first steps overflow, and these must leave no trace.
     """
     pl = lightning_of("lightning.pytorch")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
@@ -284,7 +284,7 @@ def test_validation_in_between_changes_nothing() -> None:
 
 
 def test_fitting_twice_goes_on_with_the_same_optimizer(pl: ModuleType) -> None:
-    """configure_optimizers that hands out one object: its tuner must go on, not start with the old delta."""
+    """If configure_optimizers always returns one object, its tuner must continue, not restart with old references."""
     kept: list[Optimizer] = []
 
     def optimizers(model: nn.Module) -> Optimizer:
@@ -309,7 +309,7 @@ def test_a_module_without_an_optimizer() -> None:
 
 
 def test_fabric_takes_a_mechanized_optimizer(tmp_path: Path) -> None:
-    """What the README says of Fabric: mechanize() before fabric.setup(), nothing else."""
+    """As the README says of Fabric: call mechanize() before fabric.setup(), nothing else."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)

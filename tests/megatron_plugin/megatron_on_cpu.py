@@ -1,4 +1,4 @@
-"""Megatron-Core's own code on CPU ranks. It names CUDA throughout: here these names mean the CPU."""
+"""Megatron-Core's own code on CPU ranks. It names CUDA throughout, which here means the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DECAY = 0.1
 
 
 class OnCpu(TorchFunctionMode):
-    """Within, a device or a tensor type of CUDA is the CPU's."""
+    """Within this mode, CUDA devices and tensor types are the CPU's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -41,7 +41,7 @@ class OnCpu(TorchFunctionMode):
 
 
 class Expert(nn.Linear):
-    """Parameters that live on one rank each: `allreduce=False` is how Megatron marks them."""
+    """Parameters that exist on one rank each, which Megatron marks by `allreduce=False`."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -51,7 +51,7 @@ class Expert(nn.Linear):
 
 
 class Net(MegatronModule):
-    """Weights that tensor parallelism splits, some that it copies to all its ranks, and an expert for each rank."""
+    """A model with weights that tensor parallelism splits or copies to all its ranks, and an expert per rank."""
 
     def __init__(self, config: TransformerConfig, expert: int | None) -> None:
         super().__init__(config)
@@ -71,7 +71,7 @@ class Net(MegatronModule):
 
 
 class Plain(nn.Module):
-    """The same in torch alone, for whole batches."""
+    """The same model in plain torch, for whole batches."""
 
     def __init__(self, start: dict[str, Tensor], experts: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def batch(step: int) -> Tensor:
 
 
 class Run:
-    """Two ranks: tensor parallel, or data parallel with or without an expert each."""
+    """Training on two ranks: tensor parallel, or data parallel with or without an expert each."""
 
     def __init__(self, rank: int, *, split: bool, sharded: bool, experts: bool) -> None:
         self.rank, self.split = rank, split
@@ -145,9 +145,9 @@ def trained(rank: int, steps: int, **setup: bool) -> dict[str, Any]:
 
 @torch.no_grad()
 def load(run: Run, loaded: dict[str, Any]) -> None:
-    """Without gradients: float32 shards are views of the model's weights.
+    """Loads without autograd, as float32 shards are views of the model's weights.
 
-    Without Transformer Engine, Megatron gives all parameters one step count, which torch's AdamW then raises for each.
+    Without Transformer Engine, all parameters share one step tensor, which torch's AdamW would increment for each.
     """
     run.model.module.load_state_dict(loaded["model"])
     run.optimizer.load_state_dict(loaded["optimizer"])
@@ -156,7 +156,7 @@ def load(run: Run, loaded: dict[str, Any]) -> None:
 
 
 def resumed(rank: int, folder: str, **setup: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run of 40 steps, and one that goes on from a checkpoint of the first 20."""
+    """Returns a run of 40 steps, and one resumed from a checkpoint of the first 20."""
     metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it starts a process
 
@@ -178,7 +178,7 @@ def resumed(rank: int, folder: str, **setup: bool) -> tuple[dict[str, Any], dict
 
 
 def refused(rank: int) -> list[str]:
-    """What is said to a gathered checkpoint, a step of the inner optimizer, an option, and offloading."""
+    """The messages for a gathered checkpoint, a step of the inner optimizer, an option, and offloading."""
     run = Run(rank, split=False, sharded=True, experts=False)
     run.train(range(2))
     inner, config = mechanic_of(run.optimizer), replace(run.optimizer.config, optimizer_cpu_offload=True)

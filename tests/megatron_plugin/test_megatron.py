@@ -1,4 +1,4 @@
-"""mechanic_plugins.megatron: sharded equals unsharded, in Megatron-Core's own code on two CPU ranks."""
+"""mechanic_plugins.megatron: sharded equals unsharded in Megatron-Core's own code on two CPU ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETUPS = {
 
 @pytest.fixture(scope="module")
 def megatrons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Ranks of its own: Megatron keeps its groups in a module, and CUDA's names are changed."""
+    """Separate ranks, as Megatron keeps its groups in a module and CUDA's names are patched."""
     both = Ranks(tmp_path_factory.mktemp("megatron"), 2)
     yield both
     both.stop()
@@ -52,7 +52,7 @@ def unsharded(start: dict[str, Any], experts: int) -> tuple[list[float], Plain]:
 
 @pytest.fixture(scope="module")
 def start(megatrons: Ranks) -> dict[str, Any]:
-    """The whole weights."""
+    """The full weights at the start."""
     return megatrons(on_cpu, trained, 0, **SETUPS["replicas"])[0]["start"]
 
 

@@ -1,4 +1,4 @@
-"""`max_grad_norm`: a step that clips is a step after `torch.nn.utils.clip_grad_norm_`, to rounding."""
+"""`max_grad_norm`: a clipping step equals a step after `torch.nn.utils.clip_grad_norm_` up to rounding."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torch.nn.utils import clip_grad_norm_
 from mechanic_plugins import MechanicOptimizer, Settings, demechanize, mechanize
 
 NORM = 0.35
-"""The gradients of `perceptron` are longer than that, and a quarter of them is not: see `Both.train`."""
+"""`perceptron`'s gradients are longer than this, except for the quarter that `Both.train` shortens."""
 ADAMW = OPTIMIZERS[[row.name for row in OPTIMIZERS].index("AdamW")]
 Build = Callable[[Any], torch.optim.Optimizer]
 
 
 class Both:
-    """The same training with `max_grad_norm`, and with a clip before each step."""
+    """The same training twice: with `max_grad_norm`, and with a clip before each step."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Both:
         self.norms: list[float] = []
 
     def train(self, steps: int, *, change: Callable[[nn.Module, int], None] | None = None, first: int = 0) -> None:
-        """`change` does something to model and gradients between backward and step."""
+        """Trains both. `change` modifies model and gradients between backward and step."""
         for step in range(first, first + steps):
             for model in self.models:
                 backward(model, step)
@@ -65,7 +65,7 @@ class Both:
         return next(self.models[0].parameters()).dtype is torch.float64
 
     def assert_same(self, *, tolerance: float = 1e-12, steps: int | None = None) -> None:
-        """And not vacuously: the scale has left 0, some gradients were clipped, and others not."""
+        """Checks equality, and that it means something: the scale is above 0 and only some gradients were clipped."""
         mine, theirs = self.opts
         assert theirs.scale > 0
         assert min(self.norms) < self.norm < max(self.norms)
@@ -122,7 +122,7 @@ def test_rules_and_backends(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", [row for row in OPTIMIZERS if row.name in ("SGD-momentum", "AdamW")], ids=str)
 @pytest.mark.parametrize("scope", ["all", "group"])
 def test_the_reference_agrees(row: Row, scope: Any) -> None:
-    """Groups that climb and groups that descend, parameters without a gradient, and gradients that are far off."""
+    """Covers groups that maximize or minimize, parameters without a gradient, and outliers."""
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((3, 4), (5,), (2,))]
     noise = torch.randn(60, 19, dtype=torch.float64, generator=generator)
@@ -156,7 +156,7 @@ def test_the_reference_agrees(row: Row, scope: Any) -> None:
 @pytest.mark.parametrize("size", [1e-6, 1e4])
 @pytest.mark.parametrize("norm", [NORM, 100.0])
 def test_outliers_are_judged_after_clipping(size: float, norm: float) -> None:
-    """As a clip before the step has it: also the first gradient, which may be forgotten later, and one in mid-run."""
+    """As with a clip before the step, both for the first gradient, which may be forgotten later, and in mid-run."""
 
     def change(model: nn.Module, step: int) -> None:
         for p in model.parameters():
@@ -176,9 +176,9 @@ def test_outliers_are_judged_after_clipping(size: float, norm: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("row", [row for row in OPTIMIZERS if row.name in ("SGD", "AdamW", "NAdam")], ids=str)
 def test_narrow_gradients(row: Row, dtype: torch.dtype) -> None:
-    """torch takes the norm of 16-bit gradients in 16 bits, so that its factor is off by as much."""
+    """torch computes the norm of 16-bit gradients in 16 bits, so its factor has that rounding error."""
     both = Both(row.build, dtype=dtype)
-    both.train(10)  # later ones are shorter, and show how bf16 weights part
+    both.train(10)  # later gradients are shorter, where bf16 weights diverge
     both.assert_same(tolerance={torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype])
 
 
@@ -221,7 +221,7 @@ def test_frozen_scale_and_lr_zero() -> None:
 
 
 def test_a_parameter_joins_and_another_is_frozen() -> None:
-    """A frozen parameter's gradient is none; clip_grad_norm_ leaves it out too."""
+    """A frozen parameter has no gradient, and clip_grad_norm_ leaves it out too."""
 
     def change(model: Any, step: int) -> None:
         model[0].bias.requires_grad_(step < 10)
@@ -308,7 +308,7 @@ def test_short_gradients_are_not_touched() -> None:
 
 
 def test_who_clips_as_well_gets_no_surprise() -> None:
-    """clip_grad_norm_ twice is once, but for the 1e-6 that it adds to the norm."""
+    """Clipping twice equals clipping once, except for the 1e-6 that clip_grad_norm_ adds to the norm."""
     models = perceptron(torch.float64), perceptron(torch.float64)
     opts = [mechanize(torch.optim.SGD(models[0].parameters()), max_grad_norm=NORM)]
     opts.append(mechanize(torch.optim.SGD(models[1].parameters())))
@@ -368,7 +368,7 @@ def test_a_base_that_evaluates_the_closure_again_is_refused() -> None:
     assert opt.metrics()["mechanic/steps"] == 0
 
 
-# ------------------------------------------------------------------------------------------------ what is read off
+# ------------------------------------------------------------------------------------------------ grad_norm
 
 
 def test_the_norm_is_known_without_clipping_too() -> None:
@@ -383,11 +383,11 @@ def test_the_norm_is_known_without_clipping_too() -> None:
         torch.testing.assert_close(opt.grad_norm, expected, rtol=1e-12, atol=0)
         assert opt.metrics()["mechanic/grad_norm"] == opt.grad_norm.item()
     opt.load_state_dict(opt.state_dict())
-    assert opt.grad_norm == 0  # of no step since
+    assert opt.grad_norm == 0  # no step since the load
 
 
 def test_a_norm_read_earlier_stays() -> None:
-    """Loggers collect tensors and look at them later."""
+    """Loggers collect tensors and read them later."""
     model = perceptron()
     opt = mechanize(torch.optim.AdamW(model.parameters()), max_grad_norm=NORM)
     train(model, opt, 1)
@@ -429,7 +429,7 @@ def test_copies_and_classes_keep_it() -> None:
 
 @pytest.mark.parametrize("later", [None, 0.1, NORM])
 def test_a_run_resumes_with_the_norm_it_is_given(later: float | None) -> None:
-    """It is the user's choice for the run, like the loop's own clipping: no checkpoint holds it, no warning comes."""
+    """Like clipping in the loop, the norm is each run's choice: no checkpoint stores it, and nothing warns."""
     model = perceptron(torch.float64)
     opt = mechanize(torch.optim.AdamW(model.parameters()), max_grad_norm=NORM)
     train(model, opt, 5)
@@ -437,7 +437,7 @@ def test_a_run_resumes_with_the_norm_it_is_given(later: float | None) -> None:
     twin = copy.deepcopy(model)
     twins = mechanize(torch.optim.AdamW(twin.parameters()), max_grad_norm=later)
     twins.load_state_dict(copy.deepcopy(opt.state_dict()))
-    opt.max_grad_norm = later  # may be changed at any time
+    opt.max_grad_norm = later  # can be changed at any time
     for each, optimizer in ((model, opt), (twin, twins)):
         train(each, optimizer, 10, first=5)
     assert not differences(everything(opt), everything(twins))

@@ -1,4 +1,4 @@
-"""Param groups: their names, the scale under "d", and a scale for each network."""
+"""Param groups: their names, the scale under "d", and a scale per network."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_d_survives_what_replaces_the_groups() -> None:
     opt.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
     assert [group["d"] for group in opt.param_groups] == [*opt.scales[:2].tolist(), 0.0]
     for twin in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        train(model, opt, 1)  # each has its own
+        train(model, opt, 1)  # each copy has its own scale
         assert [group["d"] for group in twin.param_groups] == twin.scales.tolist() != opt.scales.tolist()
     again = mechanize(opt.base, scope="group")
     assert [group["d"] for group in again.param_groups] == again.scales.tolist()
@@ -87,7 +87,7 @@ def test_without_mechanic_there_is_no_d() -> None:
 
 
 def test_d_keeps_nobody_alive() -> None:
-    """A model on a GPU is to be freed at once, not when the collector comes by."""
+    """A model on a GPU must be freed at once, without waiting for the garbage collector."""
     gc.disable()
     try:
         opt = optim.SGD([torch.zeros(2, requires_grad=True)])
@@ -123,7 +123,7 @@ def test_a_name_that_two_have_tells_nobody_which() -> None:
     assert names_of([{"name": "a"}, {"name": "b"}, {}, {"name": "a"}]) == ["pg1", "b", "pg3", "pg4"]
 
 
-# -------------------------------------------------------------------- a scale for each network
+# -------------------------------------------------------------------- a scale per network
 
 
 def backbone_and_head() -> tuple[torch.nn.Sequential, list[dict[str, Any]]]:
@@ -152,7 +152,7 @@ def test_a_frozen_network_learns_when_it_is_thawed() -> None:
     assert opt.scales[0] > 0
     assert opt.scales[1] == 0
     assert not torch.equal(model[0].weight, before)
-    assert sum(losses[-40:]) < sum(losses[20:60])  # the batches are small
+    assert sum(losses[-40:]) < sum(losses[20:60])  # averages, as the batches are small
 
 
 def test_leaving_with_groups_that_never_moved() -> None:
@@ -162,14 +162,14 @@ def test_leaving_with_groups_that_never_moved() -> None:
     train(model, opt, 30)
     head = opt.learned_lrs[2]
     plain = demechanize(opt)
-    assert [group["lr"] for group in plain.param_groups] == pytest.approx([head] * 3)  # the smallest that was learned
+    assert [group["lr"] for group in plain.param_groups] == pytest.approx([head] * 3)  # the smallest learned one
     assert [group["name"] for group in plain.param_groups] == ["backbone", "adapter", "head"]
     model[0].requires_grad_(True)
     assert train(model, plain, 20, first=30)[-1] < 1.1
 
 
 def test_a_frozen_networks_scale_does_not_touch_the_others() -> None:
-    """As if the head were all there is."""
+    """The head trains as if it were the only network."""
     models = perceptron(), perceptron()
     for model in models:
         model[0].requires_grad_(False)
@@ -206,7 +206,7 @@ def test_lightning_with_groups_that_never_moved() -> None:
     options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=callback, **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, on workers
+        warnings.simplefilter("ignore")  # for Lightning's, about workers
         trainer.fit(module)
     logged = trainer.callback_metrics
     assert logged["mechanic/scale/head"] > 0
@@ -216,7 +216,7 @@ def test_lightning_with_groups_that_never_moved() -> None:
 
 
 def diffusion() -> tuple[Any, Any, Any]:
-    """A text encoder, a denoiser that is conditioned on it, and the loss of a batch."""
+    """A text encoder, a denoiser conditioned on it, and the loss of a batch."""
     torch.manual_seed(0)
     text_encoder = torch.nn.Sequential(torch.nn.Embedding(8, 16), torch.nn.Linear(16, 16))
     unet = torch.nn.Sequential(torch.nn.Linear(16 + 4, 64), torch.nn.SiLU(), torch.nn.Linear(64, 4))
@@ -234,7 +234,7 @@ def diffusion() -> tuple[Any, Any, Any]:
 
 @pytest.mark.slow
 def test_a_text_encoder_and_a_unet() -> None:
-    """As sd-scripts groups them, `stop_text_encoder_training` included."""
+    """Grouped as in sd-scripts, including `stop_text_encoder_training`."""
     text_encoder, unet, loss = diffusion()
     groups = [{"params": part.parameters(), "lr": lr} for part, lr in ((text_encoder, 0.5), (unet, 1.0))]
     opt = optim.AdamW(groups, lr=1.0, scope="group")
@@ -257,7 +257,7 @@ def test_a_text_encoder_and_a_unet() -> None:
     steps(250, 400)
     assert all(torch.equal(stopped[name], weight) for name, weight in text_encoder.state_dict().items())
     kept, moving = opt.scales.tolist()
-    assert kept == pytest.approx(scales[0], rel=0.2)  # the average catches up, and short memories fade
+    assert kept == pytest.approx(scales[0], rel=0.2)  # it only settles: averages catch up, short memories fade
     assert moving != scales[1]
     assert sum(losses[350:]) < sum(losses[200:250])
     steps(400, 410)
@@ -271,7 +271,7 @@ def test_a_text_encoder_and_a_unet() -> None:
 
 @functools.cache
 def pretrained() -> tuple[Any, Any, Any]:
-    """The digits, a body that has learned five of them, and where the random numbers stood then."""
+    """The five other digits, a body pretrained on the first five, and the random state after that."""
     datasets = pytest.importorskip("sklearn.datasets")
     x, y = (torch.tensor(part) for part in datasets.load_digits(return_X_y=True))
     x = (x / 16).float()
@@ -282,7 +282,7 @@ def pretrained() -> tuple[Any, Any, Any]:
 
 
 def fine_tuned(build: Any, steps: int = 200) -> tuple[float, Any]:
-    """The training loss on the five other digits, of that body and a new head."""
+    """Fine-tunes the body and a new head on the five other digits. Returns the training loss and the optimizer."""
     digits, body, random = pretrained()
     torch.set_rng_state(random)
     return optimized(copy.deepcopy(body), torch.nn.Linear(64, 5), *digits, build, steps)
@@ -311,7 +311,7 @@ def plain_pair(body: Any, head: Any, *lrs: float) -> Any:
 
 @pytest.mark.slow
 def test_a_scale_for_each_network_is_as_good_as_the_best_pair() -> None:
-    """And the pair that was written down does not matter."""
+    """The given pair of learning rates does not matter, either."""
     best, _ = fine_tuned(lambda body, head: plain_pair(body, head, 1e-2, 1e-1))  # of every pair of decades
     found = []
     for lrs in ((1.0, 1.0), (1.0, 10.0), (0.1, 1e-3)):

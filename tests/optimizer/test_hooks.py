@@ -82,11 +82,11 @@ def test_a_pre_hook_may_change_gradients_and_arguments() -> None:
     opt.register_step_pre_hook(lambda o, args, kwargs: ((o, lambda: torch.tensor(7.0)), {}))
     assert opt.step().item() == 7.0
     for p in model.parameters():
-        torch.testing.assert_close(opt.state[p][REF], torch.full_like(p, -0.5))  # an update that waits
+        torch.testing.assert_close(opt.state[p][REF], torch.full_like(p, -0.5))  # an update that is not applied yet
 
 
 def test_global_step_hooks_see_each_optimizer_once() -> None:
-    """Two optimizers make one step, the wrapper and its base: a hook that counts steps can tell them apart."""
+    """Wrapper and base each count as an optimizer that steps, and a hook can tell them apart."""
     seen: list[Any] = []
     handle = register_optimizer_step_post_hook(lambda o, *_: seen.append(o))
     model = perceptron()
@@ -125,7 +125,7 @@ def test_the_profiler_sees_the_step_and_zero_grad() -> None:
 
 
 def test_a_step_is_marked_for_profilers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mark takes longer than to launch a step on a GPU."""
+    """The mark takes longer than launching a step on a GPU."""
     marks: list[str] = []
 
     class Mark(torch.autograd.profiler.record_function):

@@ -1,4 +1,4 @@
-"""What a person reads off the optimizer, and freezes."""
+"""Metrics of the optimizer, and freezing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_metrics_of_one_group_before_and_after_a_step() -> None:
 def test_how_far_the_weights_have_moved(scope: Any) -> None:
     model = perceptron()
     start = [p.detach().clone() for p in model.parameters()]
-    size = torch.cat([x.clamp(-1, 1).flatten() for x in start]).norm().item()  # no weight is 0
+    size = torch.cat([x.clamp(-1, 1).flatten() for x in start]).norm().item()  # exact, as no weight is 0
     opt = mechanize(ADAMW(two_groups(model), lr=0.5), scope=scope)
     for step in range(8):
         far = math.hypot(*((p - x).norm().item() for p, x in zip(model.parameters(), start, strict=True)))
@@ -86,7 +86,7 @@ def test_how_far_is_not_always_known() -> None:
 
 
 def test_the_effective_lr_is_that_of_the_step_made() -> None:
-    """A scheduler steps before anybody logs: the next step's lr would be reported, 0 at the end of a cosine."""
+    """Schedulers step before logging, so the group's lr is the next step's, which is 0 at the end of a cosine."""
     model = perceptron()
     opt = mechanize(ADAMW(model.parameters(), lr=0.5))
     scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, total_iters=5)

@@ -1,4 +1,4 @@
-"""Gradients that are not finite, scaled, clipped or accumulated, and errors inside a step."""
+"""Non-finite gradients (scaled, clipped or accumulated) and errors inside a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SKIPPED = "mechanic/skipped_steps"
 def test_one_gradient_that_is_not_finite_skips_the_step_whole(
     bad: float, dtype: torch.dtype, row: Row, variant: str
 ) -> None:
-    """Peers turn their scale into NaN for ever. Here nothing changes but a count, and training goes on."""
+    """In similar packages the scale becomes NaN for good. Here only a count changes, and training continues."""
     model = perceptron(dtype)
     opt = mechanize(row.build(model.parameters(), variant))
     train(model, opt, 10)
@@ -36,11 +36,11 @@ def test_one_gradient_that_is_not_finite_skips_the_step_whole(
             with pytest.warns(UserWarning, match="was not finite: the step was skipped"):
                 opt.step()
         else:
-            opt.step()  # warned of once: a second warning would be an error here
+            opt.step()  # warns only once: a second warning would be an error here
     assert not differences(before, everything(opt, without=("mechanic_skipped",)))
     after = opt.metrics()
     assert not math.isfinite(after.pop("mechanic/grad_norm"))
-    assert after.pop("mechanic/moved") > 0  # what the step found, which the one before had made
+    assert after.pop("mechanic/moved") > 0  # the skipped step saw the move of the one before
     del metrics["mechanic/grad_norm"], metrics["mechanic/moved"]
     assert after == {**metrics, SKIPPED: metrics[SKIPPED] + 2}
     train(model, opt, 5, first=12)
@@ -49,7 +49,7 @@ def test_one_gradient_that_is_not_finite_skips_the_step_whole(
 
 
 def test_a_first_step_that_is_not_finite_leaves_no_state() -> None:
-    """SGD would keep a momentum of NaN for ever."""
+    """SGD would keep a NaN momentum for good."""
     model = perceptron()
     opt = mechanize(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
     filled(model.parameters(), float("nan"))
@@ -74,7 +74,7 @@ def test_the_count_of_skipped_steps_survives_a_checkpoint() -> None:
 
 
 def test_a_grad_scaler_skips_an_overflow_and_unscales_the_rest() -> None:
-    """With fp16 autocast on the CPU: the overflow halves the loss scale and touches nothing else."""
+    """With fp16 autocast on the CPU, the overflow halves the loss scale and changes nothing else."""
     model = perceptron()
     opt = mechanize(ADAMW(model.parameters()))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -102,7 +102,7 @@ def test_a_grad_scaler_skips_an_overflow_and_unscales_the_rest() -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_grad_scaler_unscales_for_a_fused_base_too(name: str) -> None:
-    """A fused base says that it takes scaled gradients by itself: Mechanic's sums would be taken of scaled ones."""
+    """A fused base declares that it unscales gradients itself, which would leave scaled ones for Mechanic's sums."""
     row = next(r for r in OPTIMIZERS if r.name == name)
     models = perceptron(), perceptron()
     opts = [mechanize(row.build(m.parameters(), "fused")) for m in models]
@@ -139,7 +139,7 @@ def test_clipped_and_accumulated_gradients_are_what_is_seen() -> None:
 
 
 class Breaks(torch.optim.SGD):
-    """Moves some weights, then fails, once it is told to."""
+    """Moves some weights and then raises `failing`, if set."""
 
     failing: BaseException | None = None
 
@@ -154,7 +154,7 @@ class Breaks(torch.optim.SGD):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
 def test_an_error_inside_the_base_leaves_weights_and_tuner_alone(error: BaseException, dtype: torch.dtype) -> None:
-    """The tuner had moved on while the weights went back: the next step moved them by the wrong difference."""
+    """The tuner used to advance while the weights were restored: the next step moved them by the wrong difference."""
     model = perceptron(dtype)
     base = Breaks(model.parameters(), lr=1.0)
     opt = mechanize(base)

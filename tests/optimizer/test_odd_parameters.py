@@ -1,4 +1,4 @@
-"""Parameters without gradients, of odd shapes, dtypes and layouts."""
+"""Parameters without gradients, or with odd shapes, dtypes and layouts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_no_gradients_at_all_is_no_step() -> None:
 
 @pytest.mark.parametrize("rule", [None, "paper"])
 def test_a_parameter_without_a_gradient_gets_no_update(rule: Any) -> None:
-    """The default rule leaves it where it is; by a published one x = start + scale * delta holds for it too."""
+    """The default rule leaves it where it is; with a published one, x = start + scale * delta holds for it too."""
     model = perceptron(torch.float64)
     last = model[2].weight
     x0 = last.detach().clone()
@@ -63,7 +63,7 @@ DROPPED: dict[str, Callable[[Any, Tensor], object]] = {
 
 @pytest.mark.parametrize("base", [ADAMW, torch.optim.SGD, torch.optim.RMSprop, Lion])
 def test_a_parameter_whose_state_was_dropped_begins_anew(base: Build) -> None:
-    """As people do who reset part of a network. It went on with the old delta, which no checkpoint had any more."""
+    """Users reset part of a network like this. It used to continue with the old delta, which checkpoints lacked."""
     ends = []
     for drop in DROPPED.values():
         model = perceptron()
@@ -117,7 +117,7 @@ ODD: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
 def test_odd_parameters_train_like_plain_ones(make: Callable[[], Tensor], foreach: bool) -> None:
-    """Beside a plain companion; the same numbers in a plain, contiguous, real tensor must move alike."""
+    """With a plain companion, they move like the same numbers in a plain, contiguous, real tensor."""
     odd = make().detach().requires_grad_()
     plain = odd.detach().clone(memory_format=torch.contiguous_format)
     plain = (torch.view_as_real(plain) if plain.is_complex() else plain).clone().requires_grad_()
@@ -201,7 +201,7 @@ CONVOLVED: dict[str, Build] = {
 @pytest.mark.parametrize(("first", "then"), [FORMATS, FORMATS[::-1]], ids=["to channels last", "to contiguous"])
 @pytest.mark.parametrize("base", CONVOLVED)
 def test_weights_may_change_their_memory_format(base: str, first: Any, then: Any, how: str) -> None:
-    """Moments and delta kept the old order, and were walked as flat memory beside weights in the new one."""
+    """Moments and delta used to keep the old order and were read as flat memory beside weights in the new one."""
     ends = []
     for later in (first, then):
         model = convolution(first)
@@ -225,7 +225,7 @@ def test_weights_may_change_their_memory_format(base: str, first: Any, then: Any
 @pytest.mark.parametrize("to", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("momentum", [0, 0.9])
 def test_weights_may_change_their_dtype_where_the_base_lets_them(momentum: float, to: torch.dtype) -> None:
-    """delta stayed in float32 beside float64 weights, and the next step raised where plain SGD goes on."""
+    """delta used to stay in float32 beside float64 weights, so the next step raised where plain SGD continues."""
     model = convolution(torch.contiguous_format)
     opt = mechanize(torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum))
     fit(model, opt, 9)
@@ -254,7 +254,7 @@ SHARED: dict[str, Callable[[Tensor], list[Tensor]]] = {
 
 @pytest.mark.parametrize("views", SHARED.values(), ids=SHARED)
 def test_parameters_over_the_same_memory_are_refused(views: Callable[[Tensor], list[Tensor]]) -> None:
-    """Each took the other's update for its own as well, and the weights came out wrong."""
+    """Each used to take the other's update for its own too, which made the weights wrong."""
     memory = torch.arange(10.0)
     params = [nn.Parameter(view) for view in views(memory)]
     opt = mechanize(torch.optim.SGD(params, lr=0.1))
@@ -282,7 +282,7 @@ def test_parameters_that_share_a_storage_but_no_element_train_as_apart() -> None
 
 
 def test_memory_can_be_estimated_with_fake_tensors() -> None:
-    """A tuner without data cannot be written into the param groups: mechanize() raised."""
+    """A tuner without data cannot be written to the param groups, so mechanize() used to raise."""
     with FakeTensorMode():
         model = nn.Linear(4, 3)
         opt = mechanize(torch.optim.AdamW(model.parameters()))

@@ -1,4 +1,4 @@
-"""Training with the wrapper: what it computes, and what a person sees of it."""
+"""Training with the wrapper: what it computes and what the user sees."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_step_is_the_bases_own_at_scale_times_lr() -> None:
     model = perceptron()
     opt = mechanize(ADAMW(model.parameters(), lr=0.3))
     train(model, opt, 20)
-    plain_model, plain = copy.deepcopy(model), ADAMW(model.parameters(), lr=0.3)
+    plain_model = copy.deepcopy(model)
     plain = ADAMW(plain_model.parameters(), lr=0.3, fused=True)
     plain.load_state_dict(copy.deepcopy(opt.base.state_dict()))
     train(model, opt, 1, first=20)
@@ -73,7 +73,7 @@ def test_a_step_is_the_bases_own_at_scale_times_lr() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_changed_from_outside_stay_as_they_were_put(dtype: torch.dtype) -> None:
-    """Averaging, clamping, loading: a form that recomputes x from a reference would pull the weights back."""
+    """After averaging, clamping or loading, recomputing x from a reference would pull the weights back."""
     model = perceptron(dtype)
     opt = mechanize(ADAMW(model.parameters(), lr=1.0))
     train(model, opt, 60)
@@ -85,14 +85,14 @@ def test_weights_changed_from_outside_stay_as_they_were_put(dtype: torch.dtype) 
 
 
 def moves_in_a_step(model: torch.nn.Module, opt: torch.optim.Optimizer) -> float:
-    """How far the weight goes that goes farthest."""
+    """The largest move of any weight in a step."""
     before = [p.detach().clone() for p in model.parameters()]
     train(model, opt, 1, first=60)
     return max((p - q).abs().max().item() for p, q in zip(model.parameters(), before, strict=True))
 
 
 def test_pickle_and_deepcopy_train_on_alike_and_apart() -> None:
-    """A scheduler plants a `step` on the instance: a copy that kept it would step the original."""
+    """A scheduler sets a `step` on the instance, and a copy that kept it would step the original."""
     model = perceptron()
     opt = mechanize(ADAMW(model.parameters(), lr=0.5), max_scale=10.0)
     torch.optim.lr_scheduler.StepLR(opt, step_size=10)
@@ -123,7 +123,7 @@ def test_a_copy_of_a_frozen_one_is_frozen() -> None:
 @pytest.mark.parametrize("lr", [1e-3, 1.0])
 @pytest.mark.parametrize("row", [r for r in OPTIMIZERS if r.name in ("SGD", "AdamW", "Rprop")], ids=str)
 def test_the_cap_holds_whatever_the_lr(lr: float, row: Row) -> None:
-    """max_scale is a factor on the lr, also where delta is measured in other units."""
+    """max_scale is a factor on the lr, even if delta is in other units."""
     model = perceptron()
     free = mechanize(row.build(model.parameters(), lr=lr))
     train(model, free, 40)
@@ -154,7 +154,7 @@ def test_maximize_mirrors_minimizing_the_negative(row: Row) -> None:
 
 @pytest.mark.parametrize("row", [r for r in OPTIMIZERS if r.name in ("SGD", "AdamW", "RMSprop")], ids=str)
 def test_a_tensor_lr_trains_as_a_float_does_and_stays_the_same_object(row: Row) -> None:
-    """Compiled steps hold on to the lr tensor: dividing it by the unit must not put another one in its place."""
+    """Compiled steps keep the lr tensor, so dividing it by the unit must not replace it."""
     models = perceptron(torch.float64), perceptron(torch.float64)
     lr = torch.tensor(0.25, dtype=torch.float64)
     opts = [mechanize(row.build(m.parameters(), lr=each)) for m, each in zip(models, (0.25, lr), strict=True)]
@@ -167,7 +167,7 @@ def test_a_tensor_lr_trains_as_a_float_does_and_stays_the_same_object(row: Row) 
 
 
 def test_a_warm_up_that_starts_at_zero_only_waits() -> None:
-    """transformers' does: nothing may divide by zero, freeze, or learn from it."""
+    """As in transformers. Nothing may divide by zero, get stuck or learn from it."""
     model = perceptron()
     start = copy.deepcopy(model.state_dict())
     opt = mechanize(ADAMW(model.parameters(), lr=0.0))
@@ -188,7 +188,7 @@ def test_a_warm_up_that_starts_at_zero_only_waits() -> None:
     ],
 )
 def test_the_scale_of_the_loss_does_not_matter_to_sgd(scale: float, dtype: torch.dtype) -> None:
-    """With a tiny loss the first update, which is read off the weights, was lost in their rounding: nothing trained."""
+    """The first update of a tiny loss used to be computed from the weights, and to be lost in their rounding."""
     ends = []
     for factor in (1.0, scale):
         model = perceptron(dtype)
@@ -205,7 +205,7 @@ def test_the_scale_of_the_loss_does_not_matter_to_sgd(scale: float, dtype: torch
 
 
 def test_a_published_rule_reads_every_update_off_the_weights() -> None:
-    """Ranks would stretch the first one differently, and their copies of a parameter would part."""
+    """Ranks would stretch the first one differently, and their copies of a parameter would diverge."""
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.full((3,), 1e-6)
     opt = mechanize(torch.optim.SGD([p], lr=0.1), rule="paper")

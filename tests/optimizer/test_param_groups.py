@@ -1,4 +1,4 @@
-"""Several param groups, and groups that are added late."""
+"""Several param groups, and groups added later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADAMW = torch.optim.AdamW
 
 
 def takes_late_groups(base: type[torch.optim.Optimizer]) -> bool:
-    """Adagrad of older torch falls over a group that was added after it was built, with Mechanic or without."""
+    """Older torch's Adagrad fails on a group added after construction, with or without Mechanic."""
     first, late = (torch.ones(2, requires_grad=True) for _ in range(2))
     plain = base([first])
     plain.add_param_group({"params": [late]})
@@ -50,7 +50,7 @@ def test_a_group_added_late_starts_at_its_own_weights(scope: Any, base: type[tor
 
 
 def test_the_lr_of_a_late_group_is_read_when_it_is_asked_for() -> None:
-    """effective_lrs kept the first answer for a group that has not made a step yet."""
+    """effective_lrs used to cache its first answer for a group that has not made a step yet."""
     model = perceptron()
     opt = mechanize(ADAMW(model[0].parameters(), lr=1.0))
     train(model, opt, 3)

@@ -1,4 +1,4 @@
-"""The package against its judges: s, r, m, v and the weights, in every step, to rounding in float64."""
+"""Compares the package with the references: s, r, m, v and the weights at every step, up to rounding in float64."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.lion import Lion as PackagesLion
 
 RULES = ("relative", *PUBLISHED)
-STEPS = 300  # of one base; longer than any window or memory that a rule has
+STEPS = 300  # for one base; longer than any window or memory of a rule
 BASES = {row.name: row for row in OPTIMIZERS}
 FOLLOWED_LONG = "AdamW"
-USUAL = 30  # what is a base's or a rule's own comes up before
+USUAL = 30  # enough to show the differences between bases or rules
 
-# Seen: 2e-14 at most (median 2e-15), over 300 steps in which each side computes its gradients at its own weights; ten
-# times that is allowed. It takes problems on which rounding does not grow: with a tenth of the noise on the quadratic
-# two runs of the reference itself, started one rounding apart, end up 0.3 of their size apart (RAdam), because the
-# scale reaches the edge of stability there. With this much noise two such runs stay within 2e-14.
+# Measured: at most 2e-14 (median 2e-15) over 300 steps in which each side computes its gradients at its own weights;
+# ten times that is allowed. This needs problems on which rounding errors do not grow: with a tenth of the noise on the
+# quadratic, two runs of the reference, started one rounding apart, end 0.3 of their size apart (RAdam), because the
+# scale reaches the edge of stability. With this much noise, two such runs stay within 2e-14.
 TOLERANCE = 2e-13
 
 Gradient = Callable[[Sequence[Tensor], int], list[Tensor | None]]
@@ -40,14 +40,14 @@ BaseFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Problem:
-    """Where the weights start, and the gradient at given weights in a given step, noise included."""
+    """The initial weights, and the gradient at given weights in a given step, including noise."""
 
     start: list[Tensor]
     gradient: Gradient
 
 
 def quadratic() -> Problem:
-    """A matrix of 20 weights, curvatures from 1e-3 to 1 in a turned basis, additive noise."""
+    """A matrix of 20 weights with curvatures from 1e-3 to 1 in a rotated basis, and additive noise."""
     generator = torch.Generator().manual_seed(1)
     randn = functools.partial(torch.randn, dtype=torch.float64, generator=generator)
     basis, _ = torch.linalg.qr(randn(20, 20))
@@ -61,7 +61,7 @@ def quadratic() -> Problem:
 
 
 def mlp(matrices_only: bool = False) -> Problem:
-    """A network of 92 weights with one hidden layer of tanh, squared loss, batches of 8 out of 64 samples."""
+    """A network of 92 weights with one hidden tanh layer, squared loss, and batches of 8 out of 64 samples."""
     generator = torch.Generator().manual_seed(2)
     randn = functools.partial(torch.randn, dtype=torch.float64, generator=generator)
     inputs, targets = randn(64, 6), randn(64, 4)
@@ -85,7 +85,7 @@ PROBLEMS = {"quadratic": quadratic(), "mlp": mlp(), "mlp-matrices": mlp(matrices
 
 
 class Package:
-    """The package behind the reference's interface."""
+    """The package with the reference's interface."""
 
     def __init__(self, params: Sequence[Tensor], base_factory: Callable[[list[Tensor]], Any], **settings: Any) -> None:
         self.x = [p.clone().requires_grad_() for p in params]
@@ -104,7 +104,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Trace:
-    """What each step left behind: the tuner's vectors, one row of all betas (and groups) a step, and the weights."""
+    """After each step, the weights and the tuner's vectors, each with one row of all betas (and groups) per step."""
 
     s: NDArray[np.float64]
     r: NDArray[np.float64]
@@ -117,7 +117,7 @@ class Trace:
 def follow(
     runner: Around | Package, gradient: Gradient, *, steps: int = STEPS, schedule: Schedule | None = None
 ) -> Trace:
-    """Takes the steps, each at the gradient of the runner's own weights."""
+    """Makes the steps, each with the gradient at the runner's own weights."""
     rows: dict[str, list[NDArray[np.float64]]] = {name: [] for name in "srmvx"}
     for step in range(steps):
         if schedule is not None:
@@ -134,7 +134,7 @@ def judge_of(rule: str) -> Any:
 
 
 def options(rule: str) -> dict[str, Any]:
-    """Published rules start at 1e-8 or so, from where so few steps lead nowhere."""
+    """Settings for a rule. Published ones start at about 1e-8 by default, too low for so few steps."""
     start = {} if rule == "relative" else {"s_init": 1e-3, "s_decay": 0.0, "eps": 1e-8}
     return {"rule": rule, **start}
 
@@ -150,15 +150,15 @@ def reference_trace(row: Row, rule: str, problem: str, variant: str = "for-loop"
 
 
 def deviation(seen: Trace, wanted: Trace) -> dict[str, float]:
-    """The largest difference in any step, relative to what has that unit in that step."""
+    """The largest difference in any step, relative to the largest value of that kind in the step."""
     size = {name: np.abs(getattr(wanted, name)).max(axis=1) for name in "srmvx"}
-    size["r"] = np.maximum.accumulate(size["r"])  # it may be all but 0: the difference of large ones
+    size["r"] = np.maximum.accumulate(size["r"])  # it may be nearly 0, as a difference of large numbers
     difference = {name: np.abs(getattr(seen, name) - getattr(wanted, name)).max(axis=1) for name in "srmvx"}
     return {name: float((difference[name] / np.where(size[name] > 0, size[name], 1.0)).max()) for name in "srmvx"}
 
 
 def assert_same(seen: Trace, wanted: Trace, *, grown: float = 1.2, tolerance: float = TOLERANCE) -> None:
-    """Equal to rounding in every step that `seen` has; and not vacuously: the scale has changed since it left 0."""
+    """Checks equality up to rounding in every step of `seen`, and that the scale has grown."""
     wanted = Trace(**{name: getattr(wanted, name)[: len(seen.s)] for name in "srmvx"})
     scale = wanted.s.sum(axis=1)
     assert scale.max() >= grown * scale[scale > 0].min()
@@ -168,7 +168,7 @@ def assert_same(seen: Trace, wanted: Trace, *, grown: float = 1.2, tolerance: fl
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tensors this small are only slowed down by threads."""
+    """Uses one thread, since more only slow down such small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -176,12 +176,12 @@ def _one_thread() -> Iterator[None]:
 
 
 def in_turn(first: int) -> list[tuple[Row, str]]:
-    """Each base under one of the other rules."""
+    """Pairs each base with one of the other rules."""
     return [(row, RULES[1 + (first + index) % len(RULES[1:])]) for index, row in enumerate(OPTIMIZERS)]
 
 
-# Neither a base nor a rule knows of the other: every base under the default and, here, on the network and in "as the
-# paper has it", two or three others; SGD and AdamW under all.
+# Bases and rules are independent. So each base runs with the default rule and two or three others (here, on the network
+# and in "as the paper has it"), and SGD and AdamW with all.
 PAIRS = [*((row, RULES[0]) for row in OPTIMIZERS), *in_turn(1)]
 PAIRS += [(row, rule) for row in (BASES["SGD"], BASES["AdamW"]) for rule in RULES if (row, rule) not in PAIRS]
 
@@ -206,7 +206,7 @@ def test_every_base_on_a_network(row: Row) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", OPTIMIZERS, ids=str)
 def test_every_base_as_the_paper_has_it(row: Row) -> None:
-    """Algorithm 1 itself, lambda included: the defaults go beyond it."""
+    """Algorithm 1 itself, including lambda; the default settings differ from it."""
     problem = PROBLEMS["mlp-matrices" if row.matrices_only else "mlp"]
     paper: dict[str, Any] = {**options("paper"), "s_decay": 0.01}
     runners = (cls(problem.start, row.build, **paper) for cls in (Package, Reference))
@@ -249,10 +249,10 @@ def test_the_packages_lion_is_the_textbooks() -> None:
 @pytest.mark.parametrize("lr", [1e-6, 10.0])
 @pytest.mark.parametrize("row", LINEAR, ids=str)
 def test_the_base_lr_does_not_matter(row: Row, lr: float) -> None:
-    """The weights go where they go with the row's own lr; s is in units of 1 / lr, and the evidence of the loss.
+    """The weights move as with the row's own lr; s is in units of 1 / lr, and the evidence in those of the loss.
 
-    A class that nobody declared linear is stepped at its own lr, and its update is what it adds to the weights: with
-    lr 1e-6 that carries the rounding of the weights, 4e-16, in units of 1e-6, and more with each step.
+    A class not known to be linear steps at its own lr, and its update is its change of the weights: with lr 1e-6 that
+    has the weights' rounding error, 4e-16, in units of 1e-6, and more with each step.
     """
     problem = PROBLEMS["quadratic"]
     steps = 30 if row.cls is Lion else USUAL
@@ -265,7 +265,7 @@ def test_the_base_lr_does_not_matter(row: Row, lr: float) -> None:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to use Mechanic that the tests above leave out."""
+    """A way to use Mechanic that the tests above do not cover."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -275,7 +275,7 @@ class Option:
     start: Sequence[Tensor] = tuple(PROBLEMS["mlp"].start)
     grown: float = 5.0
     rules: Sequence[str] = RULES
-    steps: int = 40  # which it takes to have grown as much
+    steps: int = 40  # needed to grow by that factor
 
     def __str__(self) -> str:
         return self.name
@@ -289,7 +289,7 @@ def two_groups(params: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def with_gaps(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
-    """The second bias gets its first gradient in step 10; the second matrix has none in every third step."""
+    """The second bias gets its first gradient in step 10, and the second matrix none in every third step."""
     first, second, first_bias, second_bias = PROBLEMS["mlp"].gradient(x, step)
     return [first, None if step % 3 == 1 else second, first_bias, second_bias if step >= 10 else None]
 
@@ -299,12 +299,12 @@ def ascent(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
 
 
 def turned(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
-    """Descent that becomes ascent half way: the bets are lost."""
+    """Descent that turns into ascent halfway, so that the bets are lost."""
     return PROBLEMS["mlp"].gradient(x, step) if step < USUAL // 2 else ascent(x, step)
 
 
 def with_outliers(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
-    """Two far beyond any other, of which the second is skipped once more and then taken."""
+    """Two outliers, of which the second is repeated: skipped at first and then accepted."""
     factor = {10: 1e3, 20: 1e5, 21: 1e5, 22: 1e5, 23: 1e5}.get(step, 1.0)
     return [None if g is None else factor * g for g in PROBLEMS["mlp"].gradient(x, step)]
 
@@ -319,7 +319,7 @@ def warm_up(base: torch.optim.Optimizer, step: int) -> None:
 
 
 def scheduled_warm_up(base: torch.optim.Optimizer, step: int) -> None:
-    """As torch's schedulers do it: they leave the peak in `initial_lr`."""
+    """Sets `initial_lr` to the peak, as torch's schedulers do."""
     for group in base.param_groups:
         group["initial_lr"] = 0.5
     warm_up(base, step)
@@ -373,7 +373,7 @@ def test_options(option: Option, rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_shown_is_what_was_used(rule: str) -> None:
-    """The scale, the step count and the h of the last step, as the optimizer shows them."""
+    """Tests the scale, the step count and the last step's h as shown by the optimizer."""
     problem = PROBLEMS["mlp"]
     package = Package(problem.start, BASES["AdamW"].build, **options(rule))
     reference = judge_of(rule)(problem.start, BASES["AdamW"].build, **options(rule))

@@ -1,4 +1,4 @@
-"""`freeze(release=True)`: the learned learning rate without the memory of what learned it."""
+"""`freeze(release=True)` keeps the learned learning rate and frees the memory used to learn it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Run:
-    """A network that learns a fixed one, in two param groups under a falling schedule."""
+    """A network that learns a fixed one, with two param groups and a decaying schedule."""
 
     def __init__(self, base: str, *, dtype: torch.dtype = torch.float64, **options: Any) -> None:
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_it_goes_on_as_a_frozen_run_does(base: str, options: dict[str, Any]) -> 
     assert ends[1].own_names() == set()
     torch.testing.assert_close(ends[0].weights, ends[1].weights, rtol=1e-11, atol=1e-13)
     theirs, ours = (run.optimizer.metrics() for run in ends)
-    del theirs["mechanic/moved"]  # nobody knows any more where the released one started
+    del theirs["mechanic/moved"]  # the released one no longer has its start
     assert ours == pytest.approx(theirs, rel=1e-9)
     assert ours["mechanic/steps"] == 60
 
@@ -163,7 +163,7 @@ def test_a_base_that_does_not_scale_with_its_lr_is_refused_untouched(kind: type[
 
 
 def test_an_engine_that_holds_views_of_the_state_is_not_robbed_of_it() -> None:
-    """DeepSpeed's set `shares_by_engine` when they take an optimizer over."""
+    """DeepSpeed's engines set `shares_by_engine` when they take over an optimizer."""
     run = Run("AdamW").train(0, 5)
     run.optimizer.shares_by_engine = lambda params: run.optimizer._shares(params)
     with pytest.raises(ValueError, match="cannot give memory back under DeepSpeed"):
@@ -181,7 +181,7 @@ def test_a_scale_of_zero_is_not_held(steps: int) -> None:
 
 
 def test_a_new_optimizer_is_released_to_load_but_not_to_train() -> None:
-    """torch.distributed.checkpoint loads what the new one has, which is to be no reference."""
+    """torch.distributed.checkpoint loads only keys that the new one has, so it must have no references."""
     run = Run("AdamW")
     run.optimizer.freeze(release=True)
     with pytest.raises(RuntimeError, match="no scale was learned yet"):

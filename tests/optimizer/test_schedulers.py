@@ -1,4 +1,4 @@
-"""torch's learning-rate schedulers, on the wrapper and on the base; a torch warning fails these tests."""
+"""torch's learning-rate schedulers on the wrapper and on the base. A torch warning fails these tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from mechanic_plugins import MechanicOptimizer, mechanize
 
-# SequentialLR of torch 2.6 calls its parts in a way that torch itself warns of, around a plain optimizer too.
+# torch 2.6's SequentialLR calls its parts in a way that torch itself warns about, even around a plain optimizer.
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 
 Scheduler = Any
@@ -69,7 +69,7 @@ def schedule(scheduler: Scheduler, loss: torch.Tensor) -> None:
 
 
 def run(model: nn.Module, opt: Optimizer, scheduler: Scheduler, *, first: int, last: int) -> list[Any]:
-    """Trains, and returns the learning rates and momenta that each step was made with."""
+    """Trains, and returns the learning rates and momenta of each step."""
     seen = []
     for step in range(first, last):
         loss = backward(model, step)
@@ -95,7 +95,7 @@ CYCLES_MOMENTUM = ("CyclicLR", "OneCycleLR")
     ("name", "base"), [*((name, "SGD") for name in SCHEDULERS), *((name, "AdamW") for name in CYCLES_MOMENTUM)]
 )
 def test_a_scheduler_does_to_the_wrapper_what_it_does_to_the_base(name: str, base: str) -> None:
-    """The wrapper shows the base's groups: rates and cycled momenta are those of a plain run, whatever is learned."""
+    """The wrapper shows the base's groups: rates and cycled momenta are as in a plain run, whatever is learned."""
     plain_model, model, early_model = (perceptron() for _ in range(3))
     plain = BASES[base](groups(plain_model))
     expected = run(plain_model, plain, SCHEDULERS[name](plain), first=0, last=STEPS)
@@ -109,7 +109,7 @@ def test_a_scheduler_does_to_the_wrapper_what_it_does_to_the_base(name: str, bas
     early_seen = run(early_model, wrapped, scheduler, first=0, last=STEPS)
 
     assert seen == early_seen
-    if name != "ReduceLROnPlateau":  # it follows the loss, which is another one
+    if name != "ReduceLROnPlateau":  # it follows the loss, which differs
         assert seen == expected
     assert seen[0] != seen[-1]
     assert not differences(everything(opt), everything(wrapped))
@@ -141,7 +141,7 @@ def test_scheduler_and_optimizer_resume_exactly(name: str) -> None:
     assert opt.effective_lrs == twin.effective_lrs
 
 
-NOT_PLAIN = {"SWALR"}  # its state_dict holds a function of torch's, which weights_only refuses
+NOT_PLAIN = {"SWALR"}  # its state_dict holds one of torch's functions, which weights_only refuses
 
 
 def test_one_cycle_cycles_the_momentum_of_the_base() -> None:
@@ -150,7 +150,7 @@ def test_one_cycle_cycles_the_momentum_of_the_base() -> None:
     seen = run(model, opt, SCHEDULERS["OneCycleLR"](opt), first=0, last=STEPS)
     beta1 = [betas[0] for ((_, _, betas),) in seen]
     assert beta1[0] == pytest.approx(0.95)
-    assert min(beta1) < 0.851  # the bottom, 0.85, lies between two steps
+    assert min(beta1) < 0.851  # the minimum, 0.85, lies between two steps
     assert beta1[-1] > 0.949
     assert opt.base.param_groups[0]["betas"] == opt.param_groups[0]["betas"]
 
@@ -173,7 +173,7 @@ def test_a_plateau_cuts_the_effective_lr_and_not_the_scale() -> None:
 
 
 def test_a_copy_made_under_a_scheduler_does_not_step_the_original() -> None:
-    """LRScheduler plants a bound `step` on the instance it is built on."""
+    """LRScheduler sets a bound `step` on the instance it is built on."""
     model = perceptron()
     opt = mechanize(torch.optim.AdamW(model.parameters(), lr=0.5))
     run(model, opt, lr_scheduler.StepLR(opt, 5), first=0, last=6)

@@ -1,12 +1,12 @@
-"""Random training loops against the reference: what people do between steps, in every order that hypothesis thinks of.
+"""Random training loops against the reference: what users do between steps, in any order that hypothesis tries.
 
 A sequence of steps, skipped steps, missing gradients, late groups, frozen layers, learning rates, checkpoints and
-copies, around every base of tests/helpers/optimizers.py. After each step in float64 the weights and the scales must be
-the reference's. In every dtype the counters must be, checkpoints and copies are the same bit for bit, and what should
-not move does not.
+copies, around every base of tests/helpers/optimizers.py. After each step in float64, the weights and scales must equal
+the reference's. In every dtype, the counters must match too, checkpoints and copies must be bit-equal, and what should
+not move must stay.
 
 CI runs the same sequences every time. `make test-long`, or MECHANIC_EXAMPLES=33 pytest FILE, runs 33
-times as many, other ones each time.
+times as many, different ones each time.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from mechanic_plugins import MechanicOptimizer, Settings, mechanize
 
 TIMES = float(os.environ.get("MECHANIC_EXAMPLES", "1"))
 TOLERANCE = 1e-8
-"""Relative to the largest weight, and to the scale. Both sides get the same gradients: rounding hardly grows."""
+"""Relative to the largest weight and to the scale. Both sides get the same gradients, so errors hardly grow."""
 ROUNDED = {"NAdam": ["mu_product"], "ASGD": ["eta", "mu"]}
-"""What torch keeps in float32, and casts to the weights' dtype when it is loaded: a base alone is not the same then."""
+"""State that torch keeps in float32 but loads in the weights' dtype, so even a base alone does not resume exactly."""
 TOLERANCE_OF_ROUNDED = 1e-5
 WALKING_MEMORY = ("fused",)
-"""torch's fused kernels take moments, weights and gradients for rows in one order."""
+"""torch's fused kernels read moments, weights and gradients as flat memory in the same order."""
 COUNTERS = ("mechanic_skipped",)
 HUGE = 1e6
-"""Where a run with a learning rate that is much too high is left alone."""
+"""The weight at which a run with a far too high learning rate is no longer compared."""
 
 SHAPES = [(), (3,), (0,), (17,), (2, 3), (4, 1, 2), (2, 3, 2, 2)]
 MATRICES = [(2, 3), (4, 2), (3, 3)]
@@ -53,7 +53,7 @@ seeds = st.integers(0, 2**16)
 
 @st.composite
 def options(draw: st.DrawFn) -> dict[str, Any]:
-    """Of the settings."""
+    """Draws the settings."""
     chosen: dict[str, Any] = {
         "rule": draw(st.sampled_from(["relative"] * 4 + ["paper", "experiments", "optax", "theory"])),
         "scope": draw(st.sampled_from(["all", "group"])),
@@ -73,7 +73,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def groups(draw: st.DrawFn) -> dict[str, Any]:
-    """Of a param group; the shapes are chosen later, when the base is known."""
+    """Draws a param group; the shapes are chosen later, when the base is known."""
     return {
         "shapes": draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)),
         "lr": draw(st.sampled_from(LRS)),
@@ -82,7 +82,7 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class TrainingLoop(RuleBasedStateMachine):
-    """The package on `params`, the reference beside it, and what may happen to them."""
+    """The package on `params`, the reference beside it, and events that may happen to them."""
 
     rows = OPTIMIZERS
 
@@ -115,7 +115,7 @@ class TrainingLoop(RuleBasedStateMachine):
             self.make_step(self.gradients())
 
     def variants(self) -> list[str]:
-        """torch's fused SGD falls over a momentum that comes late, with Mechanic or without."""
+        """The variants to test. torch's fused SGD fails on a momentum that comes late, with or without Mechanic."""
         if not self.row.variants_agree:
             return ["for-loop"]
         every = ["auto", "for-loop", *self.row.variants]
@@ -174,7 +174,7 @@ class TrainingLoop(RuleBasedStateMachine):
         self.make_step([torch.zeros_like(p) if p.requires_grad else None for p in self.params])
 
     def gradients(self) -> list[Tensor | None]:
-        """Of a quadratic, at the reference's weights where those are comparable, with noise."""
+        """Noisy gradients of a quadratic, at the reference's weights if those are comparable."""
         weights = self.judge.x if self.dtype is torch.float64 else [p.detach().double() for p in self.params]
         noisy = [x - t + 0.3 * self.randn(x.shape) for x, t in zip(weights, self.targets, strict=True)]
         return [g.to(self.dtype) if p.requires_grad else None for p, g in zip(self.params, noisy, strict=True)]
@@ -197,7 +197,7 @@ class TrainingLoop(RuleBasedStateMachine):
             return 7.0
 
         before, is_made = everything(self.opt, without=COUNTERS), self.judge.steps != made
-        is_outlier = finite and self.judge.skipped > skipped  # what the longest gradient is remembered in the header
+        is_outlier = finite and self.judge.skipped > skipped  # then the header has a new longest gradient
         still = [p.detach().clone() for p in self.params if not p.requires_grad]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -232,7 +232,7 @@ class TrainingLoop(RuleBasedStateMachine):
         for mine, theirs in zip(self.opt.scales.tolist(), self.judge.played, strict=True):
             assert abs(mine - theirs) <= tolerance * abs(theirs) + 1e-300, (self.opt.scales.tolist(), self.judge.played)
 
-    # ---------------------------------------------------------------- what happens between them
+    # ---------------------------------------------------------------- between steps
 
     @precondition(lambda self: len(self.params) < 8)
     @rule(group=groups())
@@ -243,7 +243,7 @@ class TrainingLoop(RuleBasedStateMachine):
         self.params += new["params"]
         self.targets += [self.randn(p.shape) for p in new["params"]]
         self.opt.add_param_group(new)
-        self.scheduler = None  # torch's know only the groups that they were built with
+        self.scheduler = None  # torch's schedulers know only the groups they were built with
 
     @rule(index=st.integers(0, 7), trains=st.booleans())
     def freeze_parameter(self, index: int, trains: bool) -> None:
@@ -276,7 +276,7 @@ class TrainingLoop(RuleBasedStateMachine):
 
     @rule(is_used=st.booleans())
     def reload(self, is_used: bool) -> None:
-        """From a file, into an optimizer over other tensors; `is_used`: it has made steps of its own."""
+        """Reloads from a file into an optimizer over other tensors, which has made steps of its own if `is_used`."""
         file = io.BytesIO()
         torch.save(self.opt.state_dict(), file)
         file.seek(0)
@@ -322,7 +322,7 @@ class TrainingLoop(RuleBasedStateMachine):
 
     @rule()
     def change_weights(self) -> None:
-        """From outside: they stay as they were put."""
+        """Changes weights from outside, which must keep their values."""
         with torch.no_grad():
             for i, p in enumerate(self.params):
                 p.mul_(0.5)

@@ -1,4 +1,4 @@
-"""What a step does where it should do little or nothing: frozen layers, lr 0, numbers that are not finite or huge."""
+"""Steps that should do little or nothing: frozen layers, lr 0, non-finite or huge numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pair(weight: float) -> list[Tensor]:
 
 
 def step_pair(opt: Any, params: Sequence[Tensor], steps: int) -> None:
-    """A gradient that leaves the second weight alone."""
+    """Steps with a gradient of 0 for the first parameter's second weight."""
     for _ in range(steps):
         params[0].grad = torch.tensor([0.1, 0.0])
         params[1].grad = params[1].detach().clone()
@@ -35,7 +35,7 @@ def step_pair(opt: Any, params: Sequence[Tensor], steps: int) -> None:
 
 
 def test_a_huge_weight_does_not_stop_the_others() -> None:
-    """Its square overflows float32: every step was skipped for ever, with a word about a gradient."""
+    """Its square overflows float32. Every step used to be skipped, with a warning about a gradient."""
     params = pair(2e19)
     opt = mechanize(ADAMW(params, weight_decay=0.0), settings=Settings(rule="paper", s_init=1e-3, s_decay=0.0))
     step_pair(opt, params, 100)
@@ -48,7 +48,7 @@ def test_a_huge_weight_does_not_stop_the_others() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_a_gradient_whose_square_overflows_is_no_nan(dtype: torch.dtype) -> None:
     p = nn.Parameter(torch.ones(2, dtype=dtype))
-    opt = mechanize(torch.optim.SGD([p], lr=1.0), rule="paper")  # which does not call it an outlier
+    opt = mechanize(torch.optim.SGD([p], lr=1.0), rule="paper")  # which knows no outliers
     for size in (1.0, 2e19, 1.0):
         p.grad = torch.full_like(p, size)
         opt.step()
@@ -59,7 +59,7 @@ def test_a_gradient_whose_square_overflows_is_no_nan(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_weights_that_are_not_finite_are_named(bad: float) -> None:
-    """The warning spoke of a gradient, once, and every step after it was skipped in silence."""
+    """A single warning used to blame a gradient, and all later steps were skipped silently."""
     params = pair(bad)
     opt = mechanize(ADAMW([{"params": [params[1]]}, {"params": [params[0]]}]))
     with pytest.warns(UserWarning, match=r"weights of parameter 0 of group 1, of shape \(2,\), are not finite.*buffer"):
@@ -69,7 +69,7 @@ def test_weights_that_are_not_finite_are_named(bad: float) -> None:
 def test_a_gradient_that_is_not_finite_is_named_where_names_are_known() -> None:
     model = perceptron()
     opt = mechanize(ADAMW(model.parameters()))
-    opt.param_groups[0]["param_names"] = [name for name, _ in model.named_parameters()]  # as torch 2.6 puts them there
+    opt.param_groups[0]["param_names"] = [name for name, _ in model.named_parameters()]  # as torch 2.6 does
     backward(model, 0)
     model[2].bias.grad[0] = float("nan")
     with pytest.warns(UserWarning, match=r"gradient of parameter 3 \(2.bias\) of group 0, of shape \(3,\), was"):
@@ -77,7 +77,7 @@ def test_a_gradient_that_is_not_finite_is_named_where_names_are_known() -> None:
 
 
 def test_a_run_that_skips_every_step_says_so_again_and_again() -> None:
-    """At 1, 10, 100, ... in a row: one warning is lost in an hour of logs."""
+    """It warns at 1, 10, 100, ... skips in a row, as a single warning gets lost in an hour of logs."""
     params = pair(float("inf"))
     opt = mechanize(ADAMW(params))
     with warnings.catch_warnings(record=True) as caught:
@@ -110,7 +110,7 @@ def test_single_skips_among_made_steps_are_told_once() -> None:
 @pytest.mark.parametrize("base", ["AdamW", "SGD", "Adagrad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_layer_frozen_while_training_stays_where_it_is(base: str, dtype: torch.dtype) -> None:
-    """It had a past, and its past was played again at each new scale: 12% of its norm in 1200 steps."""
+    """Its past updates used to be rescaled with each new scale: 12% of its norm in 1200 steps."""
     model = perceptron(dtype)
     opt = mechanize(getattr(torch.optim, base)(model.parameters(), lr=0.1), backend="foreach")
     train(model, opt, 29)
@@ -129,7 +129,7 @@ def test_a_layer_frozen_while_training_stays_where_it_is(base: str, dtype: torch
     before = model[0].weight.detach().clone()
     train(model, opt, 1, first=60)
     moved = (model[0].weight - before).abs().max().item()
-    assert 0 < moved < 3 * usual  # from where it stands, with no leap to where it would have been
+    assert 0 < moved < 3 * usual  # from its current value, without a leap to where it would have been
 
 
 def test_a_layer_frozen_and_freed_between_two_gradients_follows_again() -> None:
@@ -154,7 +154,7 @@ def test_a_layer_frozen_and_freed_between_two_gradients_follows_again() -> None:
 @pytest.mark.parametrize("options", [{}, {"rule": "paper"}, {"scope": "group"}, {"rule": "theory"}], ids=str)
 @pytest.mark.parametrize("base", ["AdamW", "SGD", "Adafactor"])
 def test_nothing_moves_at_an_lr_of_zero(base: str, options: dict[str, Any]) -> None:
-    """The past was played again at each new scale, whatever the lr."""
+    """Past updates used to be rescaled with each new scale, whatever the lr."""
     model = perceptron()
     opt = mechanize(getattr(torch.optim, base)(model.parameters(), lr=0.1), **options)
     train(model, opt, 30)
@@ -171,7 +171,7 @@ def test_nothing_moves_at_an_lr_of_zero(base: str, options: dict[str, Any]) -> N
 
 
 def test_rprop_moves_at_an_lr_of_zero_as_it_does_alone() -> None:
-    """Its lr is its first step size: to change it later changes nothing."""
+    """Its lr is only its first step size, so changing it later has no effect."""
     model = perceptron()
     opt = mechanize(torch.optim.Rprop(model.parameters(), lr=0.01))
     train(model, opt, 10)
@@ -185,7 +185,7 @@ def test_rprop_moves_at_an_lr_of_zero_as_it_does_alone() -> None:
 
 
 def test_a_first_step_at_lr_zero_with_zero_gradients_is_a_step() -> None:
-    """It was taken for the dry run of torch.distributed.checkpoint: not counted, and the closure's loss dropped."""
+    """It used to be taken for torch.distributed.checkpoint's dry run: not counted, and the closure's loss dropped."""
     model = perceptron()
     opt = mechanize(ADAMW(model.parameters(), lr=0.0))
 

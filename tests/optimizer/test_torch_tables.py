@@ -1,13 +1,13 @@
 """torch's own optimizer tests, with Mechanic around each optimizer.
 
-The tables are torch.testing._internal.common_optimizers.optim_db, which is in the wheel: for each optimizer the inputs
-that torch tests it with. They run here in a runner of our own. What does not fit, and why:
+The tables are torch.testing._internal.common_optimizers.optim_db, which is in the wheel: the inputs that torch tests
+each optimizer with. They run here in our own runner. What does not fit, and why:
 
 - torch's test bodies: they compare with fixed numbers of steps at the table's learning rate.
-- LBFGS and SparseAdam: refused, with the way out (test_bases.py).
+- LBFGS and SparseAdam: refused, with an alternative (test_bases.py).
 - `differentiable` implementations: refused; `capturable` on a CPU: torch itself refuses it.
 - the tables of errors: these are raised by the base's constructor, before Mechanic sees it.
-- inputs with weight_decay 0.1 or more stop at another point than the loss's minimum: downhill still holds.
+- inputs with weight_decay 0.1 or more: they end away from the loss's minimum, but still go downhill.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CASES = [
 
 
 def inputs(info: Any, index: int) -> dict[str, Any]:
-    """Built anew for every use: a tensor lr must not be shared between two optimizers."""
+    """The inputs, built anew for every use, as two optimizers must not share a tensor lr."""
     return dict(info.optim_inputs_func(device="cpu")[index].kwargs)
 
 
 def params(info: Any, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """torch's own start: a matrix and a vector; matrices alone for Muon."""
+    """torch's own start: a matrix and a vector, or only matrices for Muon."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(10, 5), (5, 10)] if info.optim_cls.__name__ == "Muon" else [(10, 5), (10,)]
     return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
@@ -55,7 +55,7 @@ def loss_of(weights: list[Tensor], *, maximize: bool) -> Tensor:
 def descend(
     opt: torch.optim.Optimizer, weights: list[Tensor], steps: int, *, without: int | None = None
 ) -> list[float]:
-    """Steps on a bowl; the parameter `without` gets no gradient. A group that maximizes gets the bowl upside down."""
+    """Steps on a quadratic bowl, upside down for a group that maximizes. The parameter `without` gets no gradient."""
     maximize = bool(opt.param_groups[0].get("maximize"))
     losses = []
     for _ in range(steps):
@@ -80,7 +80,7 @@ def build(info: Any, index: int, weights: list[Tensor]) -> MechanicOptimizer:
 @pytest.mark.slow
 @pytest.mark.parametrize(("info", "index"), CASES)
 def test_it_goes_downhill_and_foreach_and_fused_equal_the_for_loop(info: Any, index: int) -> None:
-    """As far as the base's own do on their way: torch's ASGD keeps its rate in float32 in one of them."""
+    """Within the base's own differences: one of torch's ASGD variants keeps its rate in float32."""
     kinds = [kind for kind in ("foreach", "fused") if kind in info.supported_impls]
     if isinstance(inputs(info, index).get("lr"), Tensor):  # torch refuses foreach with a tensor lr on a CPU
         kinds = [kind for kind in kinds if kind != "foreach"]
@@ -132,7 +132,7 @@ def test_a_state_dict_continues_exactly(info: Any, index: int) -> None:
 
 
 def test_the_tables_were_read() -> None:
-    """An empty table would let every test above vanish without a word."""
+    """An empty table would silently remove every test above."""
     names = {case.values[0].optim_cls.__name__ for case in CASES}
     assert names >= {"Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"}
     assert len(CASES) > 60

@@ -1,12 +1,12 @@
-"""Every optimizer of pytorch_optimizer's table, alone and mechanized, on two small problems: a table of losses.
+"""Prints a table of losses on two small problems for every optimizer of pytorch_optimizer, alone and mechanized.
 
     python tests/outside/compare.py CHECKOUT [NAME ...]
 
-Alone, an optimizer runs at its default learning rate and at ten times that, and the better loss counts; mechanized it
-starts from its default. The learning rate falls along a cosine: at a constant one, which step is the last is chance for
-many. An optimizer is worse when the mechanized loss is more than RATIO times the
-other on either problem, or when it raises. `[[table]]` in expected.toml, and its list of what is refused, say which are
-expected to be, and why; any other that is, and any of them that is not, makes the exit status 1.
+Alone, an optimizer runs at its default learning rate and at ten times that, and the better loss counts; mechanized, it
+starts from its default. The learning rate follows a cosine, since at a constant one many final losses are a matter of
+chance. An optimizer is worse if the mechanized loss is more than RATIO times the other on either problem, or if it
+raises. `[[table]]` in expected.toml and its list of refused optimizers say which are expected to be worse, and why; any
+difference from that makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Problem(NamedTuple):
-    """The labels are noisy, so that no loss comes near 0, where a ratio would say nothing."""
+    """A problem with noisy labels, so that no loss comes near 0, where a ratio would mean nothing."""
 
     name: str
     x: Tensor
@@ -48,7 +48,7 @@ class Problem(NamedTuple):
 class Row(NamedTuple):
     name: str
     results: list[tuple[float, float]]
-    """For each problem the loss alone and the loss mechanized."""
+    """For each problem, the losses alone and mechanized."""
     error: str = ""
 
     @property
@@ -81,7 +81,7 @@ def mlp(outputs: int) -> nn.Module:
 
 
 def train(problem: Problem, name: str, *, wrap: Callable[[Any], Any], **options: Any) -> float:
-    """The loss at the end over samples that were held out."""
+    """The final loss on held-out samples."""
     model = problem.build()
     opt = wrap(build(name, model, **options))
     groups = [(group, group["lr"]) for group in opt.param_groups if "lr" in group]
@@ -105,14 +105,14 @@ def train(problem: Problem, name: str, *, wrap: Callable[[Any], Any], **options:
 
 
 def set_gradients(model: nn.Module, loss: Tensor, *, create_graph: bool) -> None:
-    """backward(create_graph=True) would make a cycle that is never freed."""
+    """Sets gradients, as backward(create_graph=True) would make a reference cycle that is never freed."""
     params = list(model.parameters())
     for p, grad in zip(params, torch.autograd.grad(loss, params, create_graph=create_graph), strict=True):
         p.grad = grad
 
 
 def build(name: str, model: nn.Module, **options: Any) -> Any:
-    """With the groups and the options that the optimizer's own tests give it."""
+    """Builds the optimizer with the groups and options of its own tests."""
     from tests.optimizer_cases import MODEL_OPTIMIZERS
     from tests.utils import build_optimizer, build_optimizer_parameters
 
@@ -128,7 +128,7 @@ def compare(name: str, cls: Any) -> Row:
     for problem in problems():
         try:
             alone = min((train(problem, name, wrap=lambda base: base, **rate) for rate in rates), key=finite_first)
-        except Exception as error:  # whatever a foreign optimizer raises is what the table tells
+        except Exception as error:  # the table shows whatever a foreign optimizer raises
             return Row(name, [], f"alone: {told(error)}")
         try:
             results.append((alone, train(problem, name, wrap=mechanize)))
@@ -146,7 +146,7 @@ def told(error: Exception) -> str:
 
 
 def verdict(rows: Iterable[Row], reasons: dict[str, str]) -> list[str]:
-    """What is not as expected.toml says."""
+    """The differences from expected.toml."""
     wrong = []
     for row in rows:
         if row.is_worse and row.name not in reasons:

@@ -2,16 +2,16 @@
 
     python -m pytest -p mechanized --suite torch test/test_optim.py
 
-While a test runs, `torch.optim.Optimizer.__new__` returns `mechanize(optimizer)` in the place of the optimizer that was
-asked for, so the suite needs no change. Classes stay what they are: only what calling them returns is new. Two kinds
-are left plain: wrappers around a mechanized optimizer, and differentiable=True, which is refused (torch's tests go
-through all options of an optimizer in one test). With the suite "lightning" every Trainer gets the `Mechanic` callback
-instead, through the door that Lightning keeps for callbacks of other packages.
+While a test runs, `torch.optim.Optimizer.__new__` returns `mechanize(optimizer)` in place of the requested optimizer,
+so the suite needs no change. Classes stay as they are: only what calling them returns is new. Two kinds are left
+plain: wrappers around a mechanized optimizer, and differentiable=True, which is refused (torch's tests try all options
+of an optimizer in one test). With the suite "lightning", every Trainer gets the `Mechanic` callback instead, by
+Lightning's mechanism for callbacks of other packages.
 
 `expected.toml` says which tests are expected to fail, and why. They run as strict xfails: one that passes fails the
-run, and so does an entry that fits no test. It also says which optimizers mechanize() refuses: a test that builds one
-is an xfail too, and the run fails if one of them is not refused. `--plain` runs the suite without Mechanic: only the
-entries that are marked `alone` are then expected to fail. Where an entry names the `error`, no other is an xfail.
+run, and so does an entry that matches no test. It also says which optimizers mechanize() refuses: a test that builds
+one is an xfail too, and the run fails if one of them is not refused. `--plain` runs the suite without Mechanic: then
+only entries marked `alone` are expected to fail. If an entry names the `error`, no other error is an xfail.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from mechanic_plugins import MechanicOptimizer, mechanize
 
 EXPECTED = Path(__file__).with_name("expected.toml")
 MORE_STEPS = 200
-"""pytorch_optimizer's tests train for five steps at a learning rate that was chosen for these: they get some more."""
+"""pytorch_optimizer's tests train for five steps at a learning rate chosen for them; Mechanic gets more steps."""
 ERROR = pytest.StashKey[str]()
-"""What the message of a test's expected failure contains."""
+"""A part of the message of a test's expected failure."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plain", action="store_true", help="without Mechanic")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k takes tests away: entries are looked up among all of them
+@pytest.hookimpl(tryfirst=True)  # before -k removes tests, to look up entries among all
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     suite, plain = config.getoption("--suite"), config.getoption("--plain")
     for entry in expected(suite):
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Around setup and teardown too: fixtures build optimizers."""
+    """Patches during setup and teardown too, since fixtures build optimizers."""
     if item.config.getoption("--plain"):
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
@@ -69,11 +69,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             _add_callback(patch)
         else:
             new = functools.partial(_new_mechanized, suite=item.config.getoption("--suite"))
-            patch.setattr(Optimizer, "__new__", new, raising=False)  # a partial is never bound
+            patch.setattr(Optimizer, "__new__", new, raising=False)  # a partial is not bound as a method
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which says what is an xfail
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which decides what is an xfail
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
     is_refused = call.excinfo is not None and call.excinfo.errisinstance(pytest.xfail.Exception)
@@ -92,31 +92,31 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def expected(suite: str) -> list[dict[str, Any]]:
-    """The suite's entries: tests (or bases), reason, and what else they say."""
+    """The suite's entries: tests (or bases), reason and other keys."""
     return list(tomllib.loads(EXPECTED.read_text()).get(suite, []))
 
 
 @functools.cache
 def refused(suite: str) -> dict[str, str]:
-    """The classes that mechanize() is expected to refuse, each with the reason."""
+    """The classes that mechanize() is expected to refuse, with reasons."""
     return {name: entry["reason"] for entry in expected(suite) for name in entry.get("refused", ())}
 
 
 def matches(pattern: str, item: pytest.Item) -> bool:
-    """`*` stands for anything; brackets, of which parametrized names are full, for themselves."""
+    """Whether the item matches. `*` stands for anything; brackets, as in parametrized names, are literal."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), item.name) is not None
 
 
 _accepted: set[str] = set()
 """Classes that have been mechanized."""
 _being_built: list[type[Optimizer]] = []
-"""One whose constructor runs: what it builds inside is a part of it."""
+"""A class whose constructor is running: any optimizers built inside belong to it."""
 
 
 def _new_mechanized(cls: type[Optimizer], *args: Any, suite: str, **kwargs: Any) -> Optimizer:
-    """Python calls `__init__` of what this returns only if it is a `cls`."""
+    """Builds a mechanized optimizer. Python calls `__init__` on the result only if it is a `cls`."""
     made: Optimizer = object.__new__(cls)
-    is_copy = not args and not kwargs  # copy and pickle call it so
+    is_copy = not args and not kwargs  # as called by copy and pickle
     is_around_another = any(isinstance(arg, MechanicOptimizer) for arg in (*args, *kwargs.values()))
     is_ours = issubclass(cls, MechanicOptimizer)
     if is_copy or is_around_another or is_ours or kwargs.get("differentiable") or _being_built:

@@ -1,8 +1,8 @@
-"""Public projects' own test suites, run with Mechanic around their optimizers: `make test-outside`.
+"""Runs public projects' test suites with Mechanic around their optimizers: `make test-outside`.
 
-pytorch_optimizer's suite and its table of optimizers come by pip, into .outside/. torch, Lightning and transformers do
-not publish their tests: give the path of a checkout, best at the version that is installed here. What is expected to
-fail, and why, is in expected.toml; see mechanized.py.
+pytorch_optimizer's suite and its table of optimizers are installed by pip into .outside/. torch, Lightning and
+transformers do not publish their tests: give the path of a checkout, ideally of the installed version. What is expected
+to fail, and why, is in expected.toml; see mechanized.py.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 OUTSIDE = REPO / ".outside"
 SITE = OUTSIDE / "site"
-"""What the suites import and the development set has not."""
+"""Packages that the suites import and the development set lacks."""
 
 PYTORCH_OPTIMIZER = "pytorch_optimizer==4.1.0"
-"""expected.toml goes by this version's tests."""
+"""expected.toml is for this version's tests."""
 
 
 class Suite(NamedTuple):
-    """Tests of one project, by paths in its repository."""
+    """The tests of one project, as paths in its repository."""
 
     root: str
     tests: list[str]
@@ -35,7 +35,7 @@ class Suite(NamedTuple):
 
 
 SUITES = {
-    # Of the 1,454 tests those are left out that train with foreach=True again; test_tensor_lr does so too.
+    # Of the 1,454 tests, those that train again with foreach=True are left out; test_tensor_lr covers that.
     "pytorch_optimizer": Suite(".", ["tests/test_optimizers.py"], ("-k", "not (test_training and True])")),
     "torch": Suite("test", ["test_optim.py"]),  # imports test/optim
     "lightning": Suite(
@@ -69,11 +69,11 @@ def main() -> int:
 
 
 def run_part(part: str, checkouts: dict[str, Path], plain: bool, pytest_args: list[str]) -> str:
-    """What came of it, in words; "FAILED" leads them."""
+    """Runs a part and returns its outcome in words, with "FAILED" first on failure."""
     if part in CHECKOUTS and part not in checkouts:
         return f"not run: wants {part.upper()}=/path/to/a/checkout"
     print(f"\n== {part}", flush=True)
-    if part == "tables":  # torch's own, from its wheel; they are in the default suite too
+    if part == "tables":  # torch's own, from its wheel; also in the default suite
         status = call(sys.executable, "-m", "pytest", "-q", "tests/optimizer/test_torch_tables.py")
     elif part == "compare":
         status = call(sys.executable, HERE / "compare.py", sdist(PYTORCH_OPTIMIZER))
@@ -96,7 +96,7 @@ def run_suite(name: str, checkout: Path, pytest_args: list[str]) -> int:
 
 
 def sdist(requirement: str) -> Path:
-    """The unpacked source distribution, fetched once; it has the package and its tests."""
+    """The unpacked source distribution with the package and its tests, fetched once."""
     folder = OUTSIDE / requirement.replace("==", "-")
     if not folder.exists():
         pip("download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", OUTSIDE, requirement)
@@ -115,7 +115,7 @@ def pip(*args: str | Path) -> None:
 
 
 def call(*command: str | Path, cwd: Path = REPO) -> int:
-    """Some of the suites' tests ask for models of the Hub: offline, they skip or fail at once instead of waiting."""
+    """Runs a command offline, as tests that ask for the Hub's models then skip or fail at once instead of waiting."""
     path = os.pathsep.join(map(str, [REPO, HERE, SITE]))
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(list(map(str, command)), cwd=cwd, env=env).returncode

@@ -1,4 +1,4 @@
-"""Weights in bfloat16 and float16: the update is float32, the state the base's own."""
+"""Weights in bfloat16 and float16: updates are float32, and state has the base's own dtypes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mechanic_plugins.core.param_state import MASTER, PREFIX, REF
 def test_low_precision_weights_are_always_the_rounding_of_their_masters(dtype: torch.dtype, row: Row) -> None:
     model = perceptron(dtype)
     start = [p.detach().clone() for p in model.parameters()]
-    more = {"eps": 1e-3} if row.name == "AdamW" else {}  # its 1e-8 is 0 in float16, and its own update infinite
+    more = {"eps": 1e-3} if row.name == "AdamW" else {}  # its 1e-8 is 0 in float16, which makes its own update infinite
     opt = mechanize(row.build(model.parameters(), **more))
     for step in range(40):
         train(model, opt, 1, first=step)
@@ -35,7 +35,7 @@ def test_low_precision_weights_are_always_the_rounding_of_their_masters(dtype: t
 
 
 class Renamed(torch.optim.AdamW):
-    """Nothing of its own: as good as torch's."""
+    """A subclass without changes, treated like torch's."""
 
 
 BASES_IN_16_BITS: dict[str, Any] = {
@@ -52,7 +52,7 @@ BASES_IN_16_BITS: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("base", BASES_IN_16_BITS)
 def test_16_bit_weights_train_as_float32_ones_do_whatever_the_lr(base: str, dtype: torch.dtype) -> None:
-    """The update was read off rounded weights: at a small lr of the base next to nothing was left of it."""
+    """The update used to be computed from rounded weights, which left almost nothing of it at a small base lr."""
     scales, ends, longest = {}, {}, 0.0
     for wide in (True, False):
         p = nn.Parameter(torch.ones(8, 8, dtype=torch.float32 if wide else dtype))
@@ -62,9 +62,9 @@ def test_16_bit_weights_train_as_float32_ones_do_whatever_the_lr(base: str, dtyp
             longest = max(longest, opt.effective_lrs[0])
         scales[wide], ends[wide] = opt.scale.item(), p.detach().float()
     assert (ends[True] - 1).abs().max() > 0.1, "nothing was learned that could be compared"
-    apart = 2 * longest if base == "Lion" else 0.05  # one sign that a rounding turns is two steps
+    apart = 2 * longest if base == "Lion" else 0.05  # a sign flipped by rounding makes two steps
     differences = (ends[False] - ends[True]).abs()
-    if base == "Adafactor":  # single weights swing by a step, and rounding decides which way
+    if base == "Adafactor":  # single weights oscillate by a step, in a direction that rounding decides
         assert differences.mean() < longest / 10
     else:
         assert differences.max() < apart
@@ -94,7 +94,7 @@ def test_16_bit_weights_resume_bit_for_bit(base: str) -> None:
     q = nn.Parameter(p.detach().clone())
     resumed = mechanize(BASES_IN_16_BITS[base]([q], lr=1e-2))
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    if base == "no one's":  # torch narrows float32 state of 16-bit parameters when it loads
+    if base == "no one's":  # torch's load narrows float32 state of 16-bit parameters
         resumed.state[q]["wide"] = opt.state[p]["wide"].clone()
     for each, weights in ((opt, p), (resumed, q)):
         descend(each, weights, 5)
@@ -102,7 +102,7 @@ def test_16_bit_weights_resume_bit_for_bit(base: str) -> None:
 
 
 class Sharpness(torch.optim.Optimizer):
-    """Takes the gradient where it has gone up to, as SAM does."""
+    """Takes the gradient at a point uphill, as SAM does."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -120,7 +120,7 @@ class Sharpness(torch.optim.Optimizer):
 
 
 def test_a_base_may_evaluate_16_bit_weights_where_it_has_moved_to() -> None:
-    """The model knows the weights, not the float32 twins that the base moves."""
+    """The model reads the weights, not the float32 copies that the base moves."""
     ends = []
     for dtype in (torch.float32, torch.bfloat16):
         p = nn.Parameter(torch.ones(16, dtype=dtype))
@@ -156,7 +156,7 @@ def test_an_error_leaves_16_bit_weights_and_moments_alone() -> None:
 
 @pytest.mark.parametrize("base", ["RMSprop", "RAdam", "NAdam"])
 def test_the_moments_of_a_16_bit_number_survive_a_checkpoint(base: str) -> None:
-    """Without dimensions they were taken for counters, kept in float32, and rounded when torch loaded them."""
+    """Without dimensions, they used to be taken for counters, kept in float32, and rounded by torch's load."""
     p = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16))
     opts = [mechanize(getattr(torch.optim, base)([q], lr=0.1)) for q in (p, p)]
     for step in range(4):
@@ -170,7 +170,7 @@ def test_the_moments_of_a_16_bit_number_survive_a_checkpoint(base: str) -> None:
 
 
 class Queue(torch.optim.Optimizer):
-    """Steps by the gradient before this one, from a queue."""
+    """Steps with the previous gradient, from a queue."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -184,14 +184,14 @@ class Queue(torch.optim.Optimizer):
 
 
 class Cell:
-    """A tensor in an object."""
+    """An object that holds a tensor."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
 
 class InAnObject(Queue):
-    """Keeps its momentum where torch's own state dicts do not look either."""
+    """Keeps its momentum in an object, where torch's own state dicts do not look either."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -201,7 +201,7 @@ class InAnObject(Queue):
 
 
 class Casting(Queue):
-    """Casts its momentum to a dtype that it was given."""
+    """Keeps its momentum in a fixed dtype."""
 
     dtype: torch.dtype
 
@@ -236,7 +236,7 @@ def descend_a_parabola(opt: Any, p: Tensor, *, create_graph: bool) -> None:
 
 
 def test_a_queue_of_gradients_of_16_bit_weights_is_widened_too() -> None:
-    """lerp() refused a bfloat16 gradient beside a float32 one."""
+    """lerp() used to reject a bfloat16 gradient together with a float32 one."""
     p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     opt = mechanize(Queue([p], lr=1e-2))
     descend(opt, p, 80)
@@ -249,7 +249,7 @@ def test_a_queue_of_gradients_of_16_bit_weights_is_widened_too() -> None:
     ("cls", "reason"), [(InAnObject, "in an object"), (Casting, "a dtype of its own"), (Newton, "a graph")]
 )
 def test_a_base_that_cannot_step_float32_copies_steps_the_16_bit_weights(cls: Any, reason: str) -> None:
-    """It met tensors of two dtypes, or weights that its graph did not know, and raised."""
+    """It used to raise because of mixed dtypes, or of weights not in its graph."""
     p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     opt = mechanize(cls([p], lr=0.1))
     with pytest.warns(UserWarning, match=f"{cls.__name__} steps the bfloat16 weights themselves.*{reason}"):

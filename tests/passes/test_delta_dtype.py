@@ -1,4 +1,4 @@
-"""`delta_dtype=torch.bfloat16`: the weights at the start in two bytes."""
+"""`delta_dtype=torch.bfloat16` keeps the weights at the start in two bytes each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loss_of(net: nn.Sequential) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "backend"), [*((base, "auto") for base in BASES), ("AdamW", "foreach")])
 def test_it_trains_as_well_in_two_bytes(base: str, backend: Any) -> None:
-    """Also Lion, whose steps of one length are sensitive to the scale."""
+    """This includes Lion, whose steps of fixed length are sensitive to the scale."""
     losses, scales = [], []
     for options in ({}, BF16):
         net = network()
@@ -65,7 +65,7 @@ def test_it_trains_as_well_in_two_bytes(base: str, backend: Any) -> None:
 
 
 def test_a_long_warm_up_starts_slowly_in_two_bytes() -> None:
-    """As docs/options.md says: until the weights have moved by more than a reference's rounding, that counts."""
+    """As docs/options.md says, a reference's rounding matters until the weights have moved by more than that."""
     scales: dict[str, list[float]] = {}
     for name, options in (("four", {}), ("two", BF16)):
         net = network()
@@ -86,7 +86,7 @@ def test_a_long_warm_up_starts_slowly_in_two_bytes() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_of_other_dtypes_have_it_too(dtype: torch.dtype) -> None:
-    """Those of 16 bits keep theirs: it is as short, and exact."""
+    """References of 16-bit weights keep the weights' dtype, which is as short, and exact."""
     net = network(dtype)
     optimizer = mechanize(BASES["SGD"](net.parameters()), **BF16)
     before = loss_of(net)

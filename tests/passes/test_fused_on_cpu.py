@@ -1,4 +1,4 @@
-"""torch's fused CPU kernels: where they are taken, and that they are right."""
+"""torch's fused CPU kernels: when they are used, and that they are correct."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def walk(optimizer: torch.optim.Optimizer, p: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("cls", "options"), FUSED, ids=str)
 def test_every_fused_cpu_kernel_that_is_taken_is_right(cls: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """torch's fused SGD leaves whole SIMD blocks of 16-bit weights where they are: it was taken all the same."""
+    """torch's fused SGD leaves whole SIMD blocks of 16-bit weights unchanged, and was used nevertheless."""
     for n in (1, 7, 16, 33):
         start = torch.randn(n, generator=torch.Generator().manual_seed(1)).to(dtype)
         ends = []
@@ -137,7 +137,7 @@ def test_sgd_moves_16_bit_weights_on_a_cpu(options: dict[str, Any], dtype: torch
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5, "foreach": True}], ids=str)
 def test_a_first_gradient_may_come_late(options: dict[str, Any]) -> None:
-    """torch's fused SGD takes the momentum buffers of all parameters or of none, and raised a TypeError."""
+    """torch's fused SGD needs the momentum buffers of all parameters or none, and used to raise a TypeError."""
     ends = []
     for backend in ("auto", "foreach"):
         params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]

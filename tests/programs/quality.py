@@ -1,14 +1,14 @@
-"""Mechanic in programs that pip installs, against their own default learning rate: a table.
+"""Prints a table of Mechanic in pip-installable programs against their own default learning rate.
 
 `make test-programs ARGS="--only quick-starts"` installs the programs of `quick_starts.py` and runs this with Mechanic;
-`--methods sweep mechanic` runs the plain optimizers too, whose results quality.jsonl keeps. Any python that has the
+`--methods sweep mechanic` runs the plain optimizers too, whose results are kept in quality.jsonl. Any Python with the
 programs will do:
 
-    python tests/programs/quality.py                              the table of what is kept
-    python tests/programs/quality.py --methods mechanic           Mechanic anew
+    python tests/programs/quality.py                              the table of kept results
+    python tests/programs/quality.py --methods mechanic           run Mechanic again
     python tests/programs/quality.py --methods sweep --only skorch
 
-Each program runs in a process of its own, unchanged: `mechanic-run --replace` is all that Mechanic takes.
+Each program runs unchanged in its own process: `mechanic-run --replace` is all that Mechanic needs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def key_of(record: Record) -> Key:
 
 
 def results(name: str, method: str, keys: Sequence[Key]) -> Iterator[Record]:
-    """Runs a program, for some seeds and rates."""
+    """Runs a program for some seeds and rates."""
     mechanic_run = ["-m", "mechanic_plugins.run", "--replace", f"torch.optim.{QUICK_STARTS[name].optimizer}"]
     command = [sys.executable, *(mechanic_run if method == "mechanic" else []), str(HERE / "quick_starts.py"), name]
     command += [f"{factor}:{seed}" for _, _, factor, seed in keys]
@@ -79,7 +79,7 @@ def results(name: str, method: str, keys: Sequence[Key]) -> Iterator[Record]:
 
 
 def table(records: Sequence[Record], names: Sequence[str]) -> str:
-    """The means over the seeds that all have. The last column: with how many of the sweep's rates Mechanic keeps up."""
+    """The means over the shared seeds. The last column counts the sweep's rates with which Mechanic keeps up."""
     rows = ["| program, measure, seeds | default | best of the sweep | Mechanic | keeps up with |", "|---" * 5 + "|"]
     for name in names:
         program = QUICK_STARTS[name]
@@ -100,7 +100,7 @@ def table(records: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def means(records: Sequence[Record]) -> tuple[dict[tuple[bool, float], float], int]:
-    """The mean of each method over the seeds that all of them have, and how many these are."""
+    """The mean of each method over the seeds that all methods have, and the number of these seeds."""
     values: dict[tuple[bool, float], dict[int, float]] = {}
     for record in records:
         values.setdefault((record["mechanic"], record["factor"]), {})[record["seed"]] = record["value"]
@@ -111,7 +111,7 @@ def means(records: Sequence[Record]) -> tuple[dict[tuple[bool, float], float], i
 
 
 def cost(value: float, better: str) -> float:
-    """Less is better, and worst is what is not a number."""
+    """The value as a cost to minimise; NaN is the worst."""
     if math.isnan(value):
         return math.inf
     return -value if better == HIGHER else value

@@ -1,8 +1,8 @@
-"""Quick starts of programs that pip installs, each with its own default learning rate: `quality.py` runs them.
+"""Quick starts of pip-installable programs, each with its own default learning rate, run by `quality.py`.
 
 `python tests/programs/quick_starts.py NAME 0.1:0 1:0` prints a line of JSON for each factor and seed. The factor
 multiplies the rate of the quick start; under `mechanic-run --replace ...` it makes no difference. Models and rates are
-those of each program's own documentation, the data are generated or come with a package: nothing is fetched.
+from each program's own documentation. The data are generated or part of a package, so nothing is fetched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HIGHER, LOWER = "higher", "lower"
 
 
 class QuickStart(NamedTuple):
-    """A program with its default learning rate, and how it is judged."""
+    """A program with its default learning rate and its measure."""
 
     train: Callable[[float], float]
     """Trains with this learning rate and returns the measure."""
@@ -54,7 +54,7 @@ def quick_start(name: str, measure: str, better: str, lr: float, optimizer: str 
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pictures of 8 x 8 from 0 to 1 and their classes: for training, then for validation."""
+    """Pictures of 8 x 8 with values from 0 to 1 and their classes, for training and then for validation."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -188,7 +188,7 @@ def gpytorch_long(lr: float) -> float:
 
 @quick_start("PyG GCN", "accuracy", HIGHER, 0.01)
 def graph(lr: float) -> float:
-    """Seven classes of papers as in Cora: four links each, most within the class, 18 of 1,433 words each."""
+    """Seven classes of papers as in Cora, with four links each, mostly within the class, and 18 of 1,433 words each."""
     from torch_geometric.nn import GCNConv
     from torch_geometric.utils import stochastic_blockmodel_graph
 
@@ -289,7 +289,7 @@ def scvi(lr: float) -> float:
 
 @quick_start("pyro SVI, regression", "ELBO loss", LOWER, 0.03)
 def pyro_regression(lr: float) -> float:
-    """Pyro's own optimizer holds one of torch's for each parameter."""
+    """Pyro's own optimizer has one of torch's for each parameter."""
     import pyro
     import pyro.distributions as dist
     from pyro.infer import SVI, Trace_ELBO
@@ -325,7 +325,7 @@ def pyro_regression(lr: float) -> float:
 
 @quick_start("pyro VAE, digits", "ELBO loss", LOWER, 1e-3)
 def pyro_vae(lr: float) -> float:
-    """With torch's optimizer, as its documentation has it too."""
+    """Uses torch's optimizer, as in Pyro's documentation."""
     import pyro
     import pyro.distributions as dist
     from pyro.infer import Trace_ELBO
@@ -469,7 +469,7 @@ def knowledge(lr: float) -> float:
 
 
 class Watch:
-    """What the optimizers of a run did: those that Mechanic wraps, or else all of them."""
+    """Records what the optimizers of a run did: those that Mechanic wraps, or otherwise all."""
 
     def __init__(self) -> None:
         self.steps: dict[Any, int] = {}
@@ -503,7 +503,7 @@ def run(name: str, seed: int, factor: float) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         value = program.train(program.lr * factor)
-    except (ValueError, RuntimeError, ArithmeticError) as error:  # of a rate that is far too high
+    except (ValueError, RuntimeError, ArithmeticError) as error:  # from a rate far too high
         if not watch.steps:
             raise
         print(f"{name}, seed {seed}, rate x {factor}: {error!r}", file=sys.stderr)
@@ -527,7 +527,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    printed, sys.stdout = sys.stdout, sys.stderr  # the programs have much to say
+    printed, sys.stdout = sys.stdout, sys.stderr  # the programs print a lot
     os.chdir(tempfile.mkdtemp())  # some write files
     for each in args.runs:
         factor, _, seed = each.partition(":")

@@ -1,14 +1,14 @@
-"""The programs of docs/programs.md, each installed by pip and tested: `make test-programs`.
+"""Installs the programs of docs/programs.md by pip and tests them: `make test-programs`.
 
-Into .programs/, one environment for those that go together, removed when its tests pass unless `--keep` is given. Each
-runs the tests of its own programs: one may bring another along in a version that does not work there.
+Programs that go together share an environment in .programs/, which is removed when its tests pass, unless `--keep` is
+given. Each runs only its own programs' tests, as it may contain other programs in versions that do not work there.
 
 The last environment, "quick-starts", is for `quality.py`: Mechanic against the default learning rates of others.
 
-Not part of CI, for it needs the network: what is in the development set runs in `make test`, the rest is skipped there.
+Not part of CI, as it needs the network. `make test` runs only the tests of programs in the development set.
 
-An environment has the torch of constraints.txt unless its programs need an older one. Which build of it, for the CPU or
-for CUDA, is for pip's configuration to say; the tests need no GPU.
+An environment has the torch of constraints.txt unless its programs need an older one. Whether it is a CPU or a CUDA
+build depends on pip's configuration; the tests need no GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ HOME = REPO / ".programs"
 TORCH = re.search(r"^torch==\S+", (REPO / "constraints.txt").read_text(), flags=re.MULTILINE)
 
 WITH_TORCHVISION = "torch==2.10.0"
-"""The last whose torchvision, as the index has it, also loads beside a torch for the CPU on ARM."""
+"""The last version whose torchvision from the index also loads with a CPU build of torch on ARM."""
 
 
 class Programs(NamedTuple):
-    """Programs that can be installed together, and their tests: files, and a part of their names."""
+    """Programs that can be installed together, and their tests: files and a pattern for the names."""
 
     packages: list[str]
     files: list[str]
@@ -39,7 +39,7 @@ class Programs(NamedTuple):
 
 
 QUICK_STARTS = "quick-starts"
-"""No tests but a benchmark: `--only quick-starts` may be followed by its options."""
+"""A benchmark instead of tests: `--only quick-starts` can be followed by its options."""
 
 LOADERS = ["tests/programs/test_class_loaders.py"]
 
@@ -55,9 +55,9 @@ GROUPS = {
         "trl or loraplus or sentence_transformers or hydra or nemo or mmengine or prodigy",
     ),
     "timm": Programs(["timm", WITH_TORCHVISION], LOADERS, "timm"),
-    # its command imports requests, which nothing that it depends on brings along
+    # its command imports requests, which is not a dependency
     "litgpt": Programs(["litgpt", "requests"], [*LOADERS, "tests/programs/test_litgpt.py"], "litgpt"),
-    # its releases end with 0.6
+    # 0.6 is its last release
     "torchtune": Programs(["torchtune", "torchao<0.10", WITH_TORCHVISION], LOADERS, "torchtune"),
     "torchtitan": Programs(["torchtitan>=0.3"], LOADERS, "torchtitan"),
     "composer": Programs(["mosaicml", "torch<2.7.1"], LOADERS, "composer"),
@@ -75,7 +75,7 @@ GROUPS = {
         [
             *("deepxde", "fastai", "gpytorch", "lightning", "neuralforecast", "pykeen", "pyro-ppl", "pytorch-tabnet"),
             *("sbi", "scikit-learn", "scvi-tools", "skorch", "stable-baselines3", "torch_geometric", "u8darts[torch]"),
-            WITH_TORCHVISION,  # fastai has it installed, and torchmetrics then loads it
+            WITH_TORCHVISION,  # fastai installs torchvision, and torchmetrics then loads it
         ],
         ["tests/programs/quality.py"],
         "",
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def run(name: str, keep: bool, further: list[str]) -> bool:
-    """Whether its programs could be installed and all of their tests passed: one that is skipped has found none."""
+    """Whether its programs could be installed and all their tests passed; skipped tests count as failed."""
     print(f"\n== {name}", flush=True)
     python, report = HOME / name / "bin" / "python", HOME / f"{name}.xml"
     if not python.exists():
@@ -107,7 +107,7 @@ def run(name: str, keep: bool, further: list[str]) -> bool:
     if name == QUICK_STARTS:
         tests = [python, *files, *(further or ["--methods", "mechanic"])]
     else:
-        # anyio's plugin, which axolotl brings along, imports what the newest pytest warns of
+        # anyio's plugin, a dependency of axolotl, imports something that the newest pytest warns about
         options = ["-q", "-p", "no:anyio", f"--junitxml={report}", *further]
         tests = [python, "-m", "pytest", *files, "-k", names, *options]
     passed = all(subprocess.run(command, cwd=REPO).returncode == 0 for command in (install, tests))
@@ -121,7 +121,7 @@ def run(name: str, keep: bool, further: list[str]) -> bool:
 
 
 def requirements(name: str) -> list[str]:
-    """Its programs, what the tests need, and a torch."""
+    """Its programs, the tests' dependencies, and torch."""
     programs = GROUPS[name].packages
     if TORCH is None or any(re.match("torch[<=]", each) for each in programs):
         return [*programs, *NEEDED]

@@ -1,7 +1,7 @@
 """examples/algoperf on a small workload, called as AlgoPerf's runner calls a submission.
 
-With the benchmark's own `algoperf.spec` where a checkout of it is on the path; its signatures are then compared too.
-Elsewhere the little of it that a submission touches stands in.
+Uses the benchmark's own `algoperf.spec` if a checkout of it is on the path, and then compares its signatures too.
+Otherwise a stub has the few parts that a submission uses.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ except ImportError:
 
 
 class Digits(spec.Workload):  # type: ignore[misc]
-    """scikit-learn's digits: the members that the runner and a submission use, by their specification."""
+    """A workload of scikit-learn's digits, with the specified members that the runner and a submission use."""
 
     target_metric_name = "accuracy"
     validation_target_value = test_target_value = 0.87
-    """A plain NAdam reached 0.84 at the benchmark's own rate (0.0017) and 0.89 at 0.01, in the mean of three seeds."""
+    """A plain NAdam reached 0.84 at the benchmark's own rate (0.0017) and 0.89 at 0.01, averaged over three seeds."""
     loss_type = spec.LossType.SOFTMAX_CROSS_ENTROPY
     num_train_examples, num_eval_train_examples, num_validation_examples, num_test_examples = 1500, 297, 297, None
     eval_batch_size, train_mean, train_stddev = 297, 0.0, 1.0

@@ -1,4 +1,4 @@
-"""axolotl's own command, under the runner, and with the plugin of the page."""
+"""axolotl's own command, under the runner and with the plugin from the page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG = {
 @pytest.mark.slow
 @pytest.mark.parametrize("door", ["runner", "plugin"])
 def test_axolotl(tmp_path: Path, door: str) -> None:
-    """Its command starts accelerate, and that a process which trains."""
+    """Its command starts accelerate, which starts the training process."""
     tiny.installed("axolotl")
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": tiny.sentence(i)}) for i in range(64)))
     dataset = {"path": "rows.jsonl", "ds_type": "json", "type": "completion", "field": "text"}
@@ -43,7 +43,7 @@ def test_axolotl(tmp_path: Path, door: str) -> None:
         runner, config["plugins"] = [], ["mechanic_axolotl.Mechanic"]
         (plugin,) = re.findall(r"```python\n(# mechanic_axolotl.py.*?)```", PAGE.read_text(), flags=re.DOTALL)
         (tmp_path / "mechanic_axolotl.py").write_text(plugin)
-    (tmp_path / "config.yaml").write_text(json.dumps(config))  # which is YAML too
+    (tmp_path / "config.yaml").write_text(json.dumps(config))  # JSON is valid YAML
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -43,7 +43,7 @@ def train(net: torch.nn.Module, opt: Any, epochs: int = 4) -> list[float]:
 
 
 def assert_trains(net: torch.nn.Module, opt: Any) -> MechanicOptimizer:
-    """It is of our class, learns, and ends where a loop without the program ends."""
+    """Checks that it is of our class, learns, and ends like a loop without the program."""
     mechanic = unwrap(opt)
     lrs, decays = zip(*[(g["lr"], g["weight_decay"]) for g in mechanic.param_groups], strict=True)
     losses = train(net, opt)
@@ -95,14 +95,14 @@ def test_lightning_cli_by_name(package: str, scheduler: bool, monkeypatch: pytes
     if scheduler:
         arguments += ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=20"]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="AdamW: Mechanic was still looking for its scale")  # at a constant lr
+        warnings.filterwarnings("ignore", message="AdamW: Mechanic was still looking for its scale")  # lr is constant
         cli = cli_module.LightningCLI(Module, args=arguments, save_config_callback=None, seed_everything_default=0)
     opt = unwrap(cli.trainer.optimizers[0])
     assert type(opt) is optim.AdamW
     assert (opt.settings.max_scale, opt.settings.scope) == (0.5, "group")
     assert (opt.param_groups[0]["weight_decay"], opt.param_groups[0].get("initial_lr", 1.0)) == (0.1, 1.0)
     assert opt.scale > 0
-    assert cli.trainer.callback_metrics["mechanic/scale"] == opt.scale  # the callback found it, and added nothing to it
+    assert cli.trainer.callback_metrics["mechanic/scale"] == opt.scale  # found by the callback, and not wrapped again
     with pytest.raises(SystemExit):
         cli_module.LightningCLI(Module, args=[*arguments, "--optimizer.max_skale=1"], save_config_callback=None)
 
@@ -126,7 +126,7 @@ def test_litgpt() -> None:
     utils = installed("litgpt.utils")
     config = {"class_path": NAME, "init_args": {"weight_decay": 0.1, "max_scale": 0.5}}
     net = model()
-    opt = utils.instantiate_torch_optimizer(config, net.parameters(), fused=False)  # as its pretrain and finetune do
+    opt = utils.instantiate_torch_optimizer(config, net.parameters(), fused=False)  # like its pretrain and finetune
     assert type(opt) is optim.AdamW
     assert (opt.param_groups[0]["fused"], opt.settings.max_scale) == (False, 0.5)
     net = model()
@@ -159,7 +159,7 @@ def test_timm() -> None:
     net = model()
     opt = timm.create_optimizer_v2(net, opt="mechanicadamw", lr=1.0, weight_decay=0.1, scope="group")
     assert type(opt) is optim.AdamW
-    assert [group["weight_decay"] for group in opt.param_groups] == [0.0, 0.1]  # biases have none
+    assert [group["weight_decay"] for group in opt.param_groups] == [0.0, 0.1]  # none on biases
     losses = train(net, opt)
     assert losses[-1] < losses[0]
     assert min(opt.scales) > 0
@@ -220,7 +220,7 @@ def test_mmengines_runner(tmp_path: Path) -> None:
 
 
 def test_torchtitan() -> None:
-    """The page's container, built from a config as the trainer does, and its flat checkpoints."""
+    """The container from the page, built from a config as by the trainer, and its flat checkpoints."""
     titan = installed("torchtitan.components.optimizer")
 
     class Mechanized(titan.OptimizersContainer):  # type: ignore[misc]
@@ -252,7 +252,7 @@ def test_torchtitan() -> None:
 
 
 def test_torchtitan_with_several_optimizer_types() -> None:
-    """The page's: a scale each; or Muon and AdamW as one optimizer, whose flat checkpoints have the right names."""
+    """As on the page: a scale per type, or Muon and AdamW as one optimizer with correct names in flat checkpoints."""
     titan = installed("torchtitan.components.optimizer")
 
     def muon(groups: Any, **options: Any) -> Any:

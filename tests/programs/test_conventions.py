@@ -1,4 +1,4 @@
-"""Programs that are not run here: what each does with an optimizer's name or class, written down from its source."""
+"""Programs that are not run here: what each does with an optimizer's name or class, copied from its source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mechanic_plugins import mechanize, optim, unwrap
 
 
 def test_sd_scripts() -> None:
-    """`get_optimizer` in library/train_util.py: kohya_ss and musubi-tuner do the same."""
+    """Like `get_optimizer` in library/train_util.py; kohya_ss and musubi-tuner do the same."""
     optimizer_type = "mechanic_plugins.optim.AdamW"
     optimizer_args = ["weight_decay=0.1", "scope='group'", "max_scale=0.5"]
     pairs = (argument.split("=") for argument in optimizer_args)
@@ -27,8 +27,8 @@ def test_sd_scripts() -> None:
     unet, text_encoder = model(), model()
     groups = [{"params": text_encoder.parameters(), "lr": 0.5}, {"params": unet.parameters(), "lr": 1.0}]
     opt = cls(groups, lr=1.0, **kwargs)
-    assert f"{cls.__module__}.{cls.__name__}" == optimizer_type  # it writes this into the model's metadata
-    assert not hasattr(opt, "train")  # it would take it for a schedule-free one
+    assert f"{cls.__module__}.{cls.__name__}" == optimizer_type  # it writes this to the model's metadata
+    assert not hasattr(opt, "train")  # it would be taken for a schedule-free one
     scheduler = torch.optim.lr_scheduler.ConstantLR(opt, factor=1.0)
     for x, y in data():
         (torch.nn.functional.mse_loss(unet(x), y) + torch.nn.functional.mse_loss(text_encoder(x), 3 * y)).backward()
@@ -41,7 +41,7 @@ def test_sd_scripts() -> None:
 
 
 def test_ai_toolkit_and_simpletuner_read_the_learning_rate() -> None:
-    """Their lists are closed; this is what they log of an optimizer that was put in the place of one of theirs."""
+    """Their lists of optimizers are closed, so this tests what they log when one of theirs is replaced by ours."""
     net = model()
     opt = mechanize(torch.optim.AdamW(net.parameters()))
     for x, y in data():
@@ -61,7 +61,7 @@ def test_simpletuner_passes_what_the_signature_has() -> None:
 
 
 def test_llm_foundry() -> None:
-    """Its registry reads these entry points, wants subclasses of Optimizer, and passes `params` by name."""
+    """Its registry reads these entry points, requires subclasses of Optimizer, and passes `params` by name."""
     tomllib = pytest.importorskip("tomllib")
     settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     for name, value in settings["project"]["entry-points"]["llmfoundry_optimizers"].items():
@@ -73,7 +73,7 @@ def test_llm_foundry() -> None:
 
 
 def test_verl() -> None:
-    """`build_optimizer` in workers/config/optimizer.py: a module, a name in it, betas for those with "adam" in it."""
+    """Like `build_optimizer` in workers/config/optimizer.py: module, name, and betas for names with "adam" in them."""
     impl, name = "mechanic_plugins.optim", "AdamW"
     kwargs = {"lr": 1.0, "weight_decay": 0.1, "betas": (0.9, 0.999), "scope": "all"}
     net = model()
@@ -82,7 +82,7 @@ def test_verl() -> None:
 
 
 def test_nemo() -> None:
-    """`setup_optimization` in core/classes/modelPT.py: the class by hydra's `_target_`, its groups, its lr."""
+    """Like `setup_optimization` in core/classes/modelPT.py: the class by hydra's `_target_`, with groups and lr."""
     instantiate = installed("hydra.utils").instantiate
     net = model()
     opt = instantiate({"_target_": "mechanic_plugins.optim.AdamW"}, [{"params": net.parameters()}], lr=1.0)
@@ -91,7 +91,7 @@ def test_nemo() -> None:
 
 
 def test_composer_convention() -> None:
-    """Trainer(optimizers=...) asks for an Optimizer, and copies its settings into its logs."""
+    """Trainer(optimizers=...) requires an Optimizer and copies its settings to the logs."""
     net = model()
     opt = optim.AdamW(net.parameters())
     assert isinstance(opt, torch.optim.Optimizer)
@@ -99,7 +99,7 @@ def test_composer_convention() -> None:
 
 
 def test_diffusers_scripts() -> None:
-    """They build `torch.optim.AdamW` in one place, and hand it to accelerate."""
+    """They build `torch.optim.AdamW` in one place and pass it to accelerate."""
     accelerate = installed("accelerate")
     net = model()
     optimizer_cls = optim.AdamW
@@ -110,7 +110,7 @@ def test_diffusers_scripts() -> None:
 
 
 def test_nanogpt() -> None:
-    """`configure_optimizers` in model.py: two groups, and the lr is set by hand in every iteration."""
+    """Like `configure_optimizers` in model.py: two groups, with the lr set by hand in every iteration."""
     net = model()
     decay = [p for p in net.parameters() if p.dim() >= 2]
     others = [p for p in net.parameters() if p.dim() < 2]

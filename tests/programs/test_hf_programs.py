@@ -44,7 +44,7 @@ def test_trl_sft(tmp_path: Path, lora: bool) -> None:
         trainer.train()
         tiny.assert_trained(trainer)
         found.append(tiny.losses(trainer))
-    assert found[0] == pytest.approx(found[1], rel=1e-3)  # logged with few digits
+    assert found[0] == pytest.approx(found[1], rel=1e-3)  # the logs have few digits
 
 
 def test_trl_dpo(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_trl_dpo(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trl sft", "-m trl.scripts.sft"])
 def test_trl_on_the_command_line(tmp_path: Path, target: str) -> None:
-    """The command starts the module by accelerate."""
+    """The command starts the module through accelerate."""
     tiny.installed("trl")
     model = tiny.saved(tmp_path / "model")
     data = tmp_path / "data"
@@ -111,7 +111,7 @@ def step(model: Any, optimizer: Any, number: int) -> float:
 
 @pytest.mark.parametrize("scope", ["all", "group"])
 def test_loraplus(scope: str) -> None:
-    """Its groups are A, B, embeddings and those without decay; here the last two are empty."""
+    """Its groups are A, embeddings, B, and B without decay; here the second and the last are empty."""
     model = lora_model()
     opt = loraplus(model, scope=scope)
     assert type(opt) is optim.AdamW

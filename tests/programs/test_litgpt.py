@@ -1,4 +1,4 @@
-"""litgpt's pretraining, with a config as its command line has it, stopped and resumed."""
+"""litgpt's pretraining from a config file, stopped and resumed."""
 
 from __future__ import annotations
 

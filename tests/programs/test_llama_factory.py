@@ -1,4 +1,4 @@
-"""LLaMA-Factory's own command, under the runner."""
+"""LLaMA-Factory's own command under the runner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tiny
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"finetuning_type": "lora", "lora_target": "c_attn", "loraplus_lr_ratio": 16}])
 def test_llama_factory(tmp_path: Path, more: dict[str, object]) -> None:
-    """LoRA+ there makes four groups, of which two are empty here; and it runs in a process that torchrun starts."""
+    """Its LoRA+ makes four groups, of which two are empty here. It trains in a process started by torchrun."""
     tiny.installed("llamafactory")
     rows = [{"instruction": "is cat", "input": "", "output": tiny.sentence(i)} for i in range(64)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
@@ -33,7 +33,7 @@ def test_llama_factory(tmp_path: Path, more: dict[str, object]) -> None:
         "optim_args": "scope=all",
         **more,
     }
-    (tmp_path / "train.yaml").write_text(json.dumps(config))  # which is YAML too
+    (tmp_path / "train.yaml").write_text(json.dumps(config))  # JSON is valid YAML
     torchrun = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, **(torchrun if more else {})}

@@ -1,4 +1,4 @@
-"""torchao's optimizers with moments of few bits, as bases."""
+"""torchao's low-bit optimizers as bases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mechanic_plugins import MechanicOptimizer, mechanize
 
 def built(cls: Any) -> tuple[nn.Module, MechanicOptimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))  # torchao leaves small ones in 32 bits
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))  # torchao keeps small ones in 32 bits
     return model, mechanize(cls(model.parameters(), lr=1e-3))
 
 
@@ -32,7 +32,7 @@ def train(model: nn.Module, opt: MechanicOptimizer, steps: range) -> list[float]
 
 @pytest.mark.parametrize(("name", "tolerance"), [("AdamW8bit", 0.05), ("AdamW4bit", None), ("AdamWFp8", 0.3)])
 def test_torchaos_learn_nearly_as_torchs_and_resume_exactly(name: str, tolerance: float | None) -> None:
-    """In 4 bits the learned rate was up to 46% off, so it is not compared."""
+    """With 4 bits the learned rate was up to 46% off, so it is not compared."""
     cls = getattr(pytest.importorskip("torchao.optim"), name)
     reference, plain = built(torch.optim.AdamW)
     train(reference, plain, range(60))

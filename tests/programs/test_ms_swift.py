@@ -1,4 +1,4 @@
-"""ms-swift's own module, under the runner."""
+"""ms-swift's own module under the runner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def saved(folder: Path) -> Path:
-    """swift wants a model type it knows, and a tokenizer that has every letter."""
+    """A model for swift, which requires a known model type and a tokenizer that has every letter."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -32,7 +32,7 @@ def saved(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["swift sft", "-m swift.cli.sft"])
 def test_ms_swift(tmp_path: Path, target: str) -> None:
-    """The command starts the module in a process of its own."""
+    """The command starts the module in its own process."""
     tiny.installed("swift")
     turns = [[("user", "is cat"), ("assistant", tiny.sentence(i))] for i in range(64)]
     rows = [{"messages": [{"role": role, "content": text} for role, text in turn]} for turn in turns]

@@ -1,4 +1,4 @@
-"""docs/programs.md names what is there."""
+"""The names in docs/programs.md exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/train_ray.py, on two of Ray's workers."""
+"""Runs examples/train_ray.py on two Ray workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.timeout(600)  # three starts of Ray Train, a minute each
+@pytest.mark.timeout(600)  # Ray Train starts three times, a minute each
 def test_a_restored_run_equals_the_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

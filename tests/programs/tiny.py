@@ -1,4 +1,4 @@
-"""A language model of a few hundred weights, its tokenizer and its data, all made here: the tests are offline."""
+"""A language model of a few hundred weights, its tokenizer and data, all made here since the tests are offline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog", "is", "not
 
 
 def installed(module: str) -> Any:
-    """The module, or a skipped test where its package is missing. One that is there and fails to import is an error."""
+    """Imports a module, or skips the test if its package is missing. An installed one that fails to import raises."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
@@ -55,7 +55,7 @@ def sentence(i: int) -> str:
 
 
 def saved(folder: Path, positions: int = 32) -> Path:
-    """The model and its tokenizer, as a program loads them by name."""
+    """Saves model and tokenizer for a program to load by name."""
     language_model(positions).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
@@ -78,7 +78,7 @@ def training_arguments(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def assert_trained(trainer: Any) -> MechanicOptimizer:
-    """The Trainer's optimizer is ours, has found a scale, and stands in the logs."""
+    """Checks that the Trainer's optimizer is ours, has found a scale and is in the logs."""
     mechanic = unwrap(trainer.optimizer)
     assert mechanic.scale > 0
     logged = [entry["mechanic/scale"] for entry in trainer.state.log_history if "mechanic/scale" in entry]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Runner:
-    """`run("--replace", ..., "train.py")` in an empty folder."""
+    """`run("--replace", ..., "train.py")` calls `mechanic-run` in an empty folder."""
 
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "mechanic_plugins.run", *words]
@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Runner:
 
 @pytest.fixture
 def run_warm(tmp_path: Path, warm: Warm) -> Runner:
-    """The same, where torch is imported already."""
+    """Like `run`, in a process that has already imported torch."""
 
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         done = warm(words, tmp_path, environment(tmp_path, **variables))
@@ -38,7 +38,7 @@ def run_warm(tmp_path: Path, warm: Warm) -> Runner:
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])  # the package, and lean.py
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])  # for the package and lean.py
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **variables}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     return env

@@ -48,7 +48,7 @@ optimizer = torch.optim.SGD(groups, lr=1e-3)
 
 
 def test_groups_that_never_moved_and_a_program_that_ends_first(run_warm: Runner, tmp_path: Path) -> None:
-    """An lr of 0 would be written down for them, and stay 0 when they are unfrozen."""
+    """They would be given an lr of 0, and keep it when unfrozen."""
     write(tmp_path, UNMOVED, steps=30)
     done = run_warm("--options", "scope=group", "--probe", "40", "train.py")
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 @pytest.mark.slow
 def test_a_probe_stops_all_of_torchruns_ranks(run: Runner, tmp_path: Path) -> None:
-    """The ranks are runners themselves, with exit statuses of their own. DeepSpeed's launcher starts a plain script."""
+    """The ranks are runners too, with their own exit statuses. DeepSpeed's launcher starts a plain script."""
     write(tmp_path, SHARED)
     words = ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "mechanic_plugins.run", "--probe", "25"]
     done = run("--probe", "25", *words, "train.py")
@@ -119,7 +119,7 @@ def test_the_trainer_stops_with_whole_checkpoints(run_warm: Runner, tmp_path: Pa
     assert done.stdout.count("Mechanic around AdamW, 25 steps:") == 1
     lr = next(line for line in done.stdout.splitlines() if line.startswith("or for the Trainer: --learning_rate "))
     assert 0 < float(lr.split()[-1]) < 1
-    assert not list(tmp_path.glob("result*"))  # what comes behind the training did not run
+    assert not list(tmp_path.glob("result*"))  # the code after training did not run
     saved = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert saved == ["checkpoint-10", "checkpoint-20"]
     state = json.loads((tmp_path / "out" / "checkpoint-20" / "trainer_state.json").read_text())
@@ -161,7 +161,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_lightning_stops_on_all_ranks_with_whole_checkpoints(run: Runner, tmp_path: Path) -> None:
-    """ddp_spawn's parent waits for a result that never comes, if its children end as if all were well."""
+    """ddp_spawn's parent would wait forever for a result if its children exited with success."""
     (tmp_path / "light.py").write_text(LIGHTNING)
     done = run("--probe", "25", "light.py", "2", "ddp_spawn")
     assert done.returncode == 0, done.stderr
@@ -192,7 +192,7 @@ import atexit; atexit.register(lambda: print("in the end", format(optimizer.lear
 
 
 def test_the_probe_and_the_optimizer_name_one_learning_rate(run_warm: Runner, tmp_path: Path) -> None:
-    """A third number was reported: the last scale times the schedule's peak."""
+    """A third number used to be reported: the last scale times the schedule's peak."""
     write(tmp_path, SCHEDULED, steps=60)
     done = run_warm("--probe", "60", "train.py")
     assert done.returncode == 0, done.stderr
@@ -257,7 +257,7 @@ optimizer = Own(model.parameters())
 def test_training_without_mechanic_is_told(
     run_warm: Runner, tmp_path: Path, build: str, status: int, said: str
 ) -> None:
-    """It said "is mechanized", and ended with status 0."""
+    """It used to say "is mechanized" and exit with status 0."""
     write(tmp_path, build, steps=5)
     done = run_warm("--replace", "torch.optim.AdamW", "train.py")
     assert done.stdout == "ended\n"
@@ -274,7 +274,7 @@ optimizer.param_groups[0]["max_lr"] = 1.0
 
 
 def test_short_runs_that_still_rise_say_so_once(run_warm: Runner, tmp_path: Path) -> None:
-    """Runs below 16 steps never did. A rise above the announced peak would be cancelled."""
+    """Runs below 16 steps used not to. The rise stays below the announced peak, above which it is cancelled."""
     write(tmp_path, RISING, steps=10)
     done = run_warm("--replace", "torch.optim.AdamW", "train.py")
     assert done.returncode == 0, done.stderr
@@ -336,7 +336,7 @@ print("ended")
 
 @pytest.mark.slow
 def test_deepspeeds_engines(run_warm: Runner, tmp_path: Path, compiled: None) -> None:
-    """Stage 3, whose engine steps part by part; the launcher has stage 2."""
+    """Uses stage 3, whose engine steps part by part; the launcher's test uses stage 2."""
     (tmp_path / "train.py").write_text(DEEPSPEED)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **build_ops.environment()}
     assert_probed(run_warm("--probe", "30", "train.py", "3", **alone))
@@ -344,9 +344,9 @@ def test_deepspeeds_engines(run_warm: Runner, tmp_path: Path, compiled: None) ->
 
 @pytest.mark.slow
 def test_deepspeeds_launcher(run: Runner, tmp_path: Path, compiled: None) -> None:
-    """Without the compiled operators it would build them first, or wait for a build that was killed.
+    """Needs the compiled operators: it would otherwise build them first, or wait for a killed build.
 
-    One rank: several, which stop together, are torchrun's and Lightning's above.
+    Uses one rank; the tests of torchrun and Lightning above cover several that stop together.
     """
     rendezvous = 'deepspeed.init_distributed("gloo")\n'
     lines = DEEPSPEED.splitlines(keepends=True)

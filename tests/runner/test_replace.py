@@ -1,4 +1,4 @@
-"""`--replace` inside one process: the class that a program gets, and what it may do with it."""
+"""`--replace` inside one process: the class that a program gets, and what it can do with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mechanic_plugins.runner.replace import wait_for
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A package of optimizers, new for each test: what is replaced stays so."""
+    """A package of optimizers, new for each test, because replacements are permanent."""
     library: Any = ModuleType(f"library_{request.node.name.split('[')[0]}")
     monkeypatch.setitem(sys.modules, library.__name__, library)
 
@@ -41,10 +41,10 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             return 2 * self.charm
 
     class Sibling(Fancy):
-        """As torch's AdamW is an Adam."""
+        """A subclass of another optimizer, as torch's AdamW is of Adam."""
 
     class Prodigy(torch.optim.Optimizer):
-        """With a signature like prodigyopt's: the runner goes by the name."""
+        """Has prodigyopt's name and signature, as the runner goes by the name."""
 
         def __init__(
             self,
@@ -100,7 +100,7 @@ def test_the_program_gets_mechanic_and_sees_its_own_class(library: Any, capsys: 
     assert events.of("replaced") == {f"{library.__name__}.Fancy"}
     assert f"{library.__name__}.Fancy built at {__file__}:" in capsys.readouterr().err
     library.Fancy([param()])
-    assert capsys.readouterr().err == ""  # once for a class and file
+    assert capsys.readouterr().err == ""  # once per class and file
 
 
 def test_it_trains_as_mechanize_does(library: Any) -> None:
@@ -115,7 +115,7 @@ def test_it_trains_as_mechanize_does(library: Any) -> None:
 
 @pytest.mark.parametrize(("name", "new"), [("Fancy", ""), ("Prodigy", "torch.optim.AdamW")])
 def test_another_one_by_the_class_of_the_first_is_mechanized_too(library: Any, name: str, new: str) -> None:
-    """PyKEEN builds its optimizer anew for each training; the second one was never built."""
+    """PyKEEN builds a new optimizer for each training, and used to get no second one."""
     replace(library, name, new, options="max_scale=3")
     first, p = getattr(library, name)([param()], lr=0.2), param()
     group = {key: value for key, value in first.param_groups[0].items() if key in ("lr", "betas")}
@@ -196,7 +196,7 @@ def test_what_is_mechanized_by_hand_is_left_alone(library: Any) -> None:
 
 
 def test_prodigy_becomes_adamw(library: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """With Prodigy's defaults, not AdamW's, whose weight decay is another."""
+    """It keeps Prodigy's defaults, not AdamW's, whose weight decay differs."""
     replace(library, "Prodigy")
     p, q = param(), param()
     opt = library.Prodigy([p], betas=(0.9, 0.99), d_coef=2.0, decouple=True)
@@ -215,7 +215,7 @@ def test_prodigy_becomes_adamw(library: Any, capsys: pytest.CaptureFixture[str])
 
 
 def test_prodigy_plus_groups_have_the_entries_that_simpletuner_moves(library: Any) -> None:
-    """KeyError 'running_d_numerator'."""
+    """It used to fail with KeyError 'running_d_numerator'."""
     library.Prodigy.__module__ = "prodigyplus.prodigy_plus_schedulefree"
     replace(library, "Prodigy")
     opt = library.Prodigy([{"params": [param()]}, {"params": []}])
@@ -275,9 +275,9 @@ def test_what_cannot_be_mechanized_is_refused_with_the_option_that_helps(library
         ScheduleFree([param()])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own, of its import
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own, at its import
 def test_an_optimizer_that_a_wrapper_cuts_up_is_refused(library: Any) -> None:
-    """ZeroRedundancyOptimizer builds one on each rank, for other parameters."""
+    """ZeroRedundancyOptimizer builds one on each rank, for different parameters."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     replace(library, "Fancy")
@@ -311,5 +311,5 @@ def test_events_are_seen_by_all_and_noted_once() -> None:
     assert one.of("built") == {"AdamW", "SGD"}
     assert one.of("mechanic") == set()
     one.remove()
-    assert other.note("mechanic")  # another node has no such file
+    assert other.note("mechanic")  # as on another node, where the file does not exist
     assert other.of("mechanic") == set()

@@ -1,4 +1,4 @@
-"""`mechanic-run` around programs that start other python processes, and `--replace` from the command line."""
+"""`mechanic-run` around programs that start other Python processes, and `--replace` on the command line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def train(tmp_path: Path) -> Path:
 
 
 def test_every_way_to_the_class_is_replaced(run: Runner, train: Path) -> None:
-    """And nothing heavy is imported before the program's first line."""
+    """Also, nothing heavy is imported before the program's first line."""
     done = run("--replace", "torch.optim.AdamW", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"AdamW True {expected_weights()} {REPLACED}"
@@ -136,7 +136,7 @@ def test_a_child_that_builds_nothing_of_that_name_fails_the_run(run: Runner, tra
 
 
 def test_a_name_that_a_child_ignores_fails_the_run(run: Runner, train: Path, tmp_path: Path) -> None:
-    """Only the children train: the parent has no torch."""
+    """Only the children train; the parent has no torch."""
     (tmp_path / "wrapper.py").write_text(WRAPPER)
     done = run("wrapper.py", "--optim", "mechanic_adamw")
     assert done.returncode == 3
@@ -144,9 +144,9 @@ def test_a_name_that_a_child_ignores_fails_the_run(run: Runner, train: Path, tmp
 
 
 def test_the_environment_of_another_python_is_left_alone(run: Runner, tmp_path: Path) -> None:
-    """A child of another environment has the variable and the path, and must not get the package.
+    """A child in another environment inherits the variable and the path, but must not get the package.
 
-    The same environment by another path is none: scripts in it name the path under which they were installed.
+    The same environment under another path does get it, as its scripts name the path at which they were installed.
     """
     (tmp_path / "linked").symlink_to(sys.prefix)
     program = """

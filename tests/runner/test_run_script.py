@@ -82,7 +82,7 @@ def test_a_module_sees_no_difference(folder: Path) -> None:
 
 
 def test_the_command_is_the_module(folder: Path) -> None:
-    """Its own file must not lead the traceback, nor its folder the path."""
+    """Its own file must not be first in the traceback, nor its folder first in sys.path."""
     command = str(Path(sys.executable).with_name("mechanic-run"))
     targets = (["scripts/facts.py", "fail"], ["-m", "scripts.facts", "exit"])
     direct = [start(folder, sys.executable, *target) for target in targets]
@@ -138,7 +138,7 @@ def test_its_own_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def test_a_script_may_set_torch_up_before_it_imports_it(folder: Path) -> None:
-    """The runner had imported torch before the script's first line, with as many threads as there are cores."""
+    """The runner used to import torch before the script's first line, with as many threads as cores."""
     program = """
 import os, sys
 assert "torch" not in sys.modules
@@ -181,7 +181,7 @@ print("built", type(engine.optimizer).__name__)
     assert done.returncode == 0, done.stderr
 
 
-# -------------------------------------------------------------------- a script that does not listen
+# -------------------------------------------------------------------- a script that ignores Mechanic
 
 TRAINS = """
 import sys, torch
@@ -220,7 +220,7 @@ WARNED = "mechanic_plugins.run: warning: nothing was mechanized (optimizers buil
 def test_training_without_mechanic_where_it_was_asked_for_fails(
     folder: Path, warm: Warm, build: str, argument: str, code: int, says: str
 ) -> None:
-    """timm reads `--opt mechanic_adamw` as adamw, and trained plain AdamW without a word."""
+    """timm reads `--opt mechanic_adamw` as adamw, and used to train plain AdamW silently."""
     (folder / "trains.py").write_text(TRAINS.format(build=build, steps="opt is not None"))
     done = warm(("trains.py", *argument.split()), folder, environment(folder))
     assert done.returncode == code, done.stderr
@@ -262,7 +262,7 @@ CHILD = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, 'by_ha
 def test_a_program_that_trains_by_hand(
     folder: Path, warm: Warm, build: str, words: list[str], code: int, says: str
 ) -> None:
-    """It ended with status 0, and without a word where a child did it: there is no optimizer to speak of."""
+    """Without an optimizer it used to exit with status 0, and silently if a child trained."""
     (folder / "by_hand.py").write_text(BY_HAND.format(build=build))
     (folder / "child.py").write_text(CHILD)
     done = warm(words, folder, environment(folder))

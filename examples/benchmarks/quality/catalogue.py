@@ -43,7 +43,7 @@ FAMILIES: dict[Size, tuple[str, ...]] = {
         "trends",
     ),
 }
-"""What there is at each size; "smoke" has all of them."""
+"""The families at each size; "smoke" has all of them."""
 WARMUPS: dict[Schedule, float] = {"constant": 0.0, "wsd": 0.05, "one-cycle": 0.3, "restarts": 0.0}
 UNDER_OTHER_SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "digits, adamw, MLP": ("wsd", "one-cycle", "restarts"),
@@ -56,17 +56,17 @@ UNDER_OTHER_SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "VGG with batch norm, sgd": ("constant", "wsd"),
     "GPT, adamw, 1500 steps": ("constant", "wsd"),
 }
-"""What is also trained otherwise than under a warm-up and a cosine."""
+"""Problems that are also trained with schedules other than a warm-up and a cosine."""
 
 
 def problems(size: Size, folder: Path | None, encoder: str | None, cache: Path) -> list[Problem]:
-    """All rows that this size and these data allow.
+    """All problems that this size and these data allow.
 
     Args:
-        size: How large: "smoke" is a test of the code, "cpu" takes hours on two cores, "gpu" wants a GPU.
-        folder: Real data sets; without them, scikit-learn's and Python's own sources.
+        size: "smoke" is a test of the code, "cpu" takes hours on two cores, "gpu" needs a GPU.
+        folder: Real data sets; without it, scikit-learn's data and Python's own sources.
         encoder: The path of a pretrained encoder in transformers' layout.
-        cache: Where to keep the language models that are trained first and tuned then.
+        cache: Where to keep the language models that are pretrained and then tuned.
     """
     rows = [
         *rows_of_tables(size, folder),

@@ -1,4 +1,4 @@
-"""The two pictures of the page: seven inches wide, to be read at 700 pixels."""
+"""The two pictures of the page, seven inches wide and legible at 700 pixels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MECHANIC, SWEEP = "crimson", "0.2"
 OTHERS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b")
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.25, "savefig.dpi": 200}
 MOST = {True: 6.0, False: 1.3}
-"""What lies further away, in points of error or as a ratio of losses, is drawn at the edge."""
+"""Greater distances, in points of error or as a ratio of losses, are drawn at the edge."""
 
 
 def distance_chart(results: Results, path: Path) -> None:
-    """How far each method is from the best of the sweep, by family: ratios of losses above, points of error below."""
+    """Plots each method's distance to the best of the sweep, by family: loss ratios above, points of error below."""
     import matplotlib.pyplot as plt
 
     groups = {group: problems for group, problems in results.groups().items() if _ran(results, problems)}
@@ -43,7 +43,7 @@ def _ran(results: Results, problems: Sequence[str]) -> bool:
 
 
 def _distances(axes: Any, results: Results, groups: Sequence[tuple[Group, list[str]]], *, is_error: bool) -> None:
-    """A row for each family and base, under the names of the table."""
+    """Draws a row for each family and base, with the table's names."""
     others = [method for method in results.methods() if method != "mechanic"]
     most = MOST[is_error]
     for method, color in [*zip(others, OTHERS, strict=False), ("mechanic", MECHANIC)]:
@@ -68,7 +68,7 @@ def _score(results: Results, group: Group, problems: Sequence[str], method: str)
 
 
 def lr_chart(results: Results, path: Path) -> None:
-    """The learned learning rate over time, one problem of each family and base, against the sweep's best."""
+    """Plots the learned learning rate over time for one problem of each family and base, against the sweep's best."""
     import matplotlib.pyplot as plt
 
     chosen = [problems[0] for problems in results.groups().values() if results.of(problems[0], "mechanic")]

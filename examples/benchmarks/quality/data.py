@@ -1,4 +1,4 @@
-"""The data: from a folder of real data sets where one is given, else what comes with scikit-learn and Python."""
+"""The data: from a folder of real data sets if one is given, else from scikit-learn and Python."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 __all__ = ["Split", "images", "regression", "sentences", "table", "text"]
 
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Inputs and targets to train on, and the same to test on."""
+"""Training inputs and targets, then test inputs and targets."""
 
 
 @functools.cache
 def table(folder: Path | None, name: str, rows: int | None = None) -> Split:
-    """Rows, standardised, and classes; `rows` trains on the first few only."""
+    """Standardised rows, and classes; `rows` limits the training rows."""
     if folder is None:
         from sklearn import datasets
 
@@ -35,7 +35,7 @@ def table(folder: Path | None, name: str, rows: int | None = None) -> Split:
 
 @functools.cache
 def regression(folder: Path | None, name: str) -> Split:
-    """Rows and targets, both standardised; diamonds of 6 cm are typing errors, and would be all of the test loss."""
+    """Rows and targets, standardised. Rows are clamped: typos like diamonds of 6 cm would dominate the test loss."""
     if folder is None:
         from sklearn import datasets
 
@@ -49,7 +49,7 @@ def regression(folder: Path | None, name: str) -> Split:
 
 
 def _split(x: np.ndarray, y: Tensor, known: np.ndarray | None, limit: int | None) -> Split:
-    """By the data set's own split, else a random fifth is for testing."""
+    """Splits as the data set does, or else takes a random fifth for testing."""
     if known is None:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
         train, test = order[len(x) // 5 :], order[: len(x) // 5]
@@ -58,13 +58,13 @@ def _split(x: np.ndarray, y: Tensor, known: np.ndarray | None, limit: int | None
         train, test = marked.nonzero().squeeze(1), (~marked).nonzero().squeeze(1)
     train = train[:limit]
     rows = torch.as_tensor(x, dtype=torch.float32)
-    rows = (rows - rows.mean(0)) / rows.std(0).clamp(min=1e-6)  # of all: a few rows may hold a constant column
+    rows = (rows - rows.mean(0)) / rows.std(0).clamp(min=1e-6)  # over all rows: a column may be constant in a few
     return rows[train], y[train], rows[test], y[test]
 
 
 @functools.cache
 def images(folder: Path | None, name: str) -> Split:
-    """Pictures (channels, height, width; standardised) and classes."""
+    """Standardised pictures (channels, height, width) and classes."""
     if folder is None:
         x, y, x_test, y_test = table(None, "digits")
         return x.view(-1, 1, 8, 8), y, x_test.view(-1, 1, 8, 8), y_test
@@ -81,7 +81,7 @@ def images(folder: Path | None, name: str) -> Split:
 
 
 def _sheets(file: np.lib.npyio.NpzFile, part: str) -> np.ndarray:
-    """Pictures kept as WebP files of 1,000 each, in 25 rows of 40."""
+    """Reads pictures from WebP files of 1,000 each, in 25 rows of 40."""
     from PIL import Image
 
     found = []
@@ -93,7 +93,7 @@ def _sheets(file: np.lib.npyio.NpzFile, part: str) -> np.ndarray:
 
 @functools.cache
 def text(folder: Path | None, name: str) -> tuple[Tensor, Tensor]:
-    """The bytes to train on, and those to test on; without a folder, Python's own sources."""
+    """The bytes for training and those for testing; without a folder, Python's own sources."""
     if folder is None:
         sources = sorted(Path(os.__file__).parent.glob("*.py"))
         whole = b"".join(path.read_bytes() for path in sources)
@@ -106,7 +106,7 @@ def text(folder: Path | None, name: str) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def sentences(folder: Path, name: str) -> dict[str, tuple[list[str], Tensor]]:
-    """Texts and classes, by split."""
+    """Texts and classes by split."""
     lines = lzma.decompress((folder / f"tc_{name}.txt.xz").read_bytes()).decode().splitlines()
     rows = [line.split("\t", 2) for line in lines]
     names = sorted({label for _, label, _ in rows})

@@ -1,7 +1,7 @@
-"""What is compared: a sweep of the base's learning rate, Mechanic, and the peers that are installed.
+"""The methods compared: a sweep of the base's learning rate, Mechanic, and installed peers.
 
-They come by `pip install mechanic-pytorch prodigyopt dadaptation schedulefree prodigy-plus-schedule-free`;
-ScheduleFree+ comes with a checkout of facebookresearch/schedule_free only.
+Peers: `pip install mechanic-pytorch prodigyopt dadaptation schedulefree prodigy-plus-schedule-free`;
+ScheduleFree+ is only in a checkout of facebookresearch/schedule_free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CLASSES: dict[str, type[Optimizer]] = {
 
 
 def _options(problem: Problem, member: nn.Module, lr: float) -> dict[str, Any]:
-    """The base's keywords, as a user would write them."""
+    """The base's keyword arguments, as a user would write them."""
     options = {"lr": lr, "weight_decay": problem.weight_decay, **problem.base_options}
     if problem.base == "sgd":
         options["momentum"] = 0.9
@@ -48,13 +48,13 @@ def _trained(member: nn.Module) -> list[nn.Parameter]:
 
 
 def base_optimizer(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
-    """The base alone."""
+    """Builds the base alone."""
     return _CLASSES[problem.base](_trained(member), **_options(problem, member, lr))
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train. `lrs` are those to try, None for the problem's sweep."""
+    """A way to train. `lrs` are the learning rates to try, None for the problem's sweep."""
 
     build: Build
     lrs: tuple[float, ...] | None = (1.0,)
@@ -62,16 +62,16 @@ class Method:
     bases: tuple[str, ...] = ("adamw", "adam", "sgd", "lion", "muon")
     schedule: bool = True
     step: Callable[[Any, Tensor], object] = lambda optimizer, _: optimizer.step()
-    """One step of an optimizer, given the loss."""
+    """Makes a step, given the optimizer and the loss."""
 
     def is_for(self, problem: Problem) -> bool:
-        """Whether it can train this problem here, and would tell something."""
+        """Whether it can train this problem here and is of interest for it."""
         if problem.family == "trends" and self.package != "mechanic_plugins":
             return False
         return problem.base in self.bases and _is_installed(self.package)
 
     def lrs_for(self, problem: Problem) -> tuple[float, ...]:
-        """The learning rates to run it at."""
+        """The learning rates to run the problem at."""
         return tuple(problem.lrs) if self.lrs is None else self.lrs
 
 
@@ -93,9 +93,9 @@ _NUMBERS = {name: getattr(relative, name) for name in ("PRIOR", "POWER", "START"
 
 
 def ablated(number: str, factor: float) -> Method:
-    """Mechanic with one number of its rule multiplied. A process trains by one method at a time.
+    """Mechanic with one number of its rule multiplied. Sets globals, so a process trains one method at a time.
 
-    With another POWER, networks of ten million weights keep their size.
+    If POWER changes, PRIOR is adapted so that networks of ten million weights keep their size.
     """
     changed = {**_NUMBERS, **({number: _NUMBERS[number] * factor} if number else {})}
     changed["PRIOR"] *= 1e7 ** (_NUMBERS["POWER"] - changed["POWER"])
@@ -103,7 +103,7 @@ def ablated(number: str, factor: float) -> Method:
     def build(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
         for name, value in changed.items():
             setattr(relative, name, value)
-        # a kernel of a GPU has the numbers compiled in
+        # GPU kernels have the numbers compiled in
         return mechanize(base_optimizer(problem, member, lr), backend="foreach" if number else "auto")
 
     return Method(build)
@@ -149,8 +149,8 @@ def _schedule_free(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
 def _schedule_free_plus(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
     from schedulefree.adamc_schedulefree_plus_paper import AdamCScheduleFreePlusPaper
 
-    # Its weight decay has another unit, and 0 is its default. Its rate is the loss over the gradient's length, so it
-    # diverges where the gradient is clipped before it (the language problems); those rows are not in the records.
+    # Its weight decay has another unit and defaults to 0. Its rate is the loss over the gradient's norm, so it
+    # diverges if the gradient is clipped first (the language problems); those rows are not in the records.
     built: Optimizer = AdamCScheduleFreePlusPaper(_trained(member), lr=lr)
     return built
 
@@ -184,7 +184,7 @@ METHODS: dict[str, Method] = {
     "prodigy-plus": Method(_prodigy_plus, package="prodigyplus", bases=("adamw",), schedule=False),
 }
 USUAL = tuple(METHODS)
-"""What a run compares if it is not told."""
+"""The methods compared by default."""
 METHODS |= {
     f"mechanic, {name} x{factor:.3g}": ablated(name, factor)
     for name in _NUMBERS

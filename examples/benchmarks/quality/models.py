@@ -1,4 +1,4 @@
-"""The networks that are trained, each as small as its family allows."""
+"""The networks, each as small as its family allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GPT", "MLP", "VGG", "LastByte", "MLPs", "ResNet", "UNet", "ViT", "ad
 
 
 class MLP(nn.Sequential):
-    """Hidden layers of these widths; without any, a logistic regression."""
+    """An MLP with hidden layers of these widths; without any, a logistic regression."""
 
     def __init__(self, inputs: int, hidden: Sequence[int], outputs: int) -> None:
         layers: list[nn.Module] = []
@@ -24,7 +24,7 @@ class MLP(nn.Sequential):
 
 
 class MLPs(nn.Module):
-    """Networks that share nothing but the launches: one for each seed."""
+    """Networks that share only kernel launches, one for each seed."""
 
     def __init__(self, seeds: Sequence[int], inputs: int, hidden: Sequence[int], outputs: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class MLPs(nn.Module):
             self.members.append(MLP(inputs, hidden, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(members, rows, inputs) to (members, rows, outputs)."""
+        """Maps (members, rows, inputs) to (members, rows, outputs)."""
         for layers in zip(*self.members, strict=True):
             if isinstance(layers[0], nn.Linear):
                 weights = torch.stack([layer.weight for layer in layers])
@@ -61,7 +61,7 @@ class _Residual(nn.Module):
 
 
 class VGG(nn.Module):
-    """Convolutions one after the other. As torch initialises them, they start on a plateau without batch norm."""
+    """Plain stacked convolutions. Without batch norm, torch's initialisation starts them on a plateau."""
 
     def __init__(
         self, channels: int, pixels: int, classes: int, *, widths: Sequence[int], dropout: float, norm: bool = False
@@ -120,7 +120,7 @@ class _Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model of bytes; a larger vocabulary than theirs is never used up."""
+    """A language model of bytes. Most of a larger vocabulary stays unused."""
 
     def __init__(
         self,
@@ -150,19 +150,19 @@ class GPT(nn.Module):
         return self.head(self.norm(h))
 
     def ends(self) -> list[nn.Parameter]:
-        """The embeddings and the output layer, which Muon is not meant for."""
+        """The embeddings and the output layer, for which Muon is not meant."""
         return [self.tokens.weight, self.places.weight, self.head.weight]
 
 
 class LastByte(GPT):
-    """What follows a text."""
+    """Predicts the byte that follows a text."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[:, -1]
 
 
 class ViT(nn.Module):
-    """A small vision transformer: layer norm, learned places, the mean over the patches."""
+    """A small vision transformer with layer norm, learned positions and mean pooling over the patches."""
 
     def __init__(self, channels: int, pixels: int, classes: int, *, width: int, layers: int, patch: int) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def _convolutions(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """The noise in a picture, given how much of it there is; height and width must be divisible by four."""
+    """Predicts the noise in a picture from its level; height and width must be divisible by four."""
 
     def __init__(self, channels: int, *, width: int) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class _LoRA(nn.Module):
 
 
 def add_lora(model: nn.Module, rank: int = 8) -> None:
-    """Freezes all weights and puts low-rank updates beside those of every linear layer (alpha is twice the rank)."""
+    """Freezes all weights and adds low-rank updates to every linear layer (alpha is twice the rank)."""
     model.requires_grad_(False)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

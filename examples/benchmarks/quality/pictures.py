@@ -1,4 +1,4 @@
-"""Pictures: small ResNets, ResNet-18, a VGG and a ViT that see every picture cropped and flipped; a diffusion model."""
+"""Pictures: small ResNets; ResNet-18, a VGG and a ViT with random crops and flips; a diffusion model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["rows_of_pictures", "supervised"]
 
 
 def rows_of_pictures(size: Size, folder: Path | None) -> Iterator[Problem]:
-    """All families of this module."""
+    """The problems of all families of this module."""
     if size != "gpu":
         yield from _small_rows(size, folder)
     if size != "cpu":
@@ -28,7 +28,7 @@ def rows_of_pictures(size: Size, folder: Path | None) -> Iterator[Problem]:
 
 
 def supervised(model: nn.Module, sets: data.Split, *, batch: int, seed: int, augment: bool = False) -> Task:
-    """Classes from inputs."""
+    """The task of predicting classes from inputs."""
     x, y, x_test, y_test = sets
     order = batches(len(x), batch, seed, x.device)
     generator = torch.Generator(x.device).manual_seed(seed)
@@ -52,7 +52,7 @@ def supervised(model: nn.Module, sets: data.Split, *, batch: int, seed: int, aug
 
 
 def _crop_and_flip(pictures: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
-    """Each picture moved by up to four pixels on its own, and half of them mirrored."""
+    """Shifts each picture at random by up to four pixels and mirrors half of them."""
     height, width = pictures.shape[2:]
     device, count = pictures.device, len(rows)
     down, right = torch.randint(-4, 5, (2, count, 1), generator=generator, device=device)
@@ -93,7 +93,7 @@ def _classes(
 
 
 def _small_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
-    """What a CPU can train in seconds."""
+    """Problems that a CPU can train in seconds."""
     shape: dict[str, Any] = {"width": 4, "blocks": (1, 1)}
     if size == "cpu":
         shape = {"width": 8, "blocks": (1, 1, 1), "shrink": 2}
@@ -109,7 +109,7 @@ def _small_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
 
 
 def _large_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
-    """CIFAR-10 as it is usually trained: 30 epochs of 20,000 pictures."""
+    """CIFAR-10 with the usual training: 30 epochs of 20,000 pictures."""
     name, batch, steps = "cifar10_20k", 128, 4700
     resnet: dict[str, Any] = {"width": 64, "blocks": (2, 2, 2, 2)}
     vgg: dict[str, Any] = {"widths": (64, 128, 256), "dropout": 0.3}
@@ -139,7 +139,7 @@ def _large_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
 def _diffusion(
     folder: Path | None, name: str, width: int, batch: int, seeds: Sequence[int], device: torch.device
 ) -> Task:
-    """Which noise was added to a picture, at every level of it (a cosine schedule)."""
+    """The task of predicting the noise in a picture, at every noise level (a cosine schedule)."""
     torch.manual_seed(seeds[0])
     x, _, x_test, _ = (t.to(device) for t in data.images(folder, name))
     model = models.UNet(x.shape[1], width=width).to(device)

@@ -1,4 +1,4 @@
-"""Runs side by side on one machine: each process takes the next job as soon as it is free."""
+"""Runs jobs in parallel on one machine: each process takes the next one as soon as it is free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Failure", "finished"]
 
 
 class Failure(NamedTuple):
-    """What a run died of."""
+    """The traceback of a failed run."""
 
     traceback: str
 
@@ -24,14 +24,14 @@ Result = list[Record] | Failure
 
 
 def finished(jobs: Sequence[Job], setup: Setup, workers: int, ends: float | None) -> Iterator[tuple[Job, Result]]:
-    """Each job with its records, in the order in which they end.
+    """Yields each job with its records as it ends.
 
     Args:
         jobs: In the order to start them.
-        setup: What they share.
-        workers: How many processes.
-        ends: When all must be over (by `time.monotonic`): a job that would take longer, as far as is known from others
-            of its problem, is not started.
+        setup: Shared by all jobs.
+        workers: Number of processes.
+        ends: When all must be over (by `time.monotonic`). A job that would take longer, judging by others of its
+            problem, is not started.
     """
     queue, took = list(reversed(jobs)), dict[str, float]()
     running: dict[Future[Result], tuple[Job, float]] = {}
@@ -50,5 +50,5 @@ def finished(jobs: Sequence[Job], setup: Setup, workers: int, ends: float | None
 def _run(job: Job, setup: Setup) -> Result:
     try:
         return run(job, setup)
-    except Exception:  # reported, and the other runs go on
+    except Exception:  # reported; the other runs continue
         return Failure(traceback.format_exc())

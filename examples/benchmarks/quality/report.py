@@ -1,6 +1,6 @@
-"""The results page: tables and pictures from what `run.py` wrote.
+"""Makes the results page, with tables and pictures, from the records of `run.py`.
 
-Use: `python examples/benchmarks/quality/report.py quality.jsonl --out examples/benchmarks/quality/results`.
+Usage: `python examples/benchmarks/quality/report.py quality.jsonl --out examples/benchmarks/quality/results`.
 Several files are read as one.
 """
 
@@ -16,11 +16,11 @@ from results import SOLVED, Record, Results, geometric_mean, is_error, mean, sum
 
 FAR = 100.0
 BEHIND, OVERFITTED, POINTS = 1.3, 2.0, 1.0
-"""What counts as a failure: see `failures`."""
+"""Limits beyond which a run counts as a failure: see `failures`."""
 
 
 def shown(score: float | None, *, is_error: bool) -> str:
-    """Three digits; how far away a run is that is very far away says nothing."""
+    """A score with three digits; very large ones are cut off, since their size says nothing."""
     if score is None:
         return ""
     if is_error:
@@ -29,9 +29,9 @@ def shown(score: float | None, *, is_error: bool) -> str:
 
 
 def family_table(results: Results, key: str | None = None) -> str:
-    """One row for each family and base: by the problems' own measure, or by `key`.
+    """A row for each family and base, by the problems' own measure or by `key`.
 
-    The best of the methods that ran all problems is in bold.
+    The best method among those that ran all problems is bold.
     """
     methods = results.methods()
     rows = []
@@ -56,7 +56,7 @@ def _mean_and_worst(scores: Sequence[float], *, is_error: bool) -> str:
 
 
 def problem_table(results: Results, key: str | None = None) -> str:
-    """One row for each problem: the value of the best of the sweep, and the distance of the others to it."""
+    """A row for each problem: the value of the best of the sweep, and the other methods' distances to it."""
     methods = results.methods()
     rows = []
     for problem in judged(results):
@@ -72,7 +72,7 @@ def problem_table(results: Results, key: str | None = None) -> str:
 
 
 def ablation_table(results: Results) -> str:
-    """Mechanic with one number multiplied, by family: the mean over the problems and seeds that all have in common."""
+    """Mechanic with one number multiplied, by family: the mean over the problems and seeds that all of them ran."""
     names = ["mechanic", *results.ablations()]
     head, columns = ["number"], []
     for group, problems in results.groups().items():
@@ -99,7 +99,7 @@ def _shared_seeds(results: Results, problem: str, names: Sequence[str]) -> set[i
 
 
 def lr_table(results: Results) -> str:
-    """How much the base's own learning rate still matters."""
+    """Shows how much the base's own learning rate still matters."""
     rows = []
     for problem, methods in results.runs.items():
         others = methods.get("mechanic, other lrs")
@@ -117,7 +117,7 @@ def lr_table(results: Results) -> str:
 
 
 def trend_table(results: Results) -> str:
-    """The learned learning rate against the batch and the model's width: the mean of the logarithm, second half."""
+    """The learned learning rate by batch size and model width: the geometric mean over the second half."""
     rows = []
     for problem in results.runs:
         if results.any_of(problem)["family"] != "trends":
@@ -134,10 +134,10 @@ def judged(results: Results) -> list[str]:
 
 
 def failures(results: Results) -> Iterator[str]:
-    """Runs of Mechanic's defaults that a user would be sorry for.
+    """Yields the runs of Mechanic's defaults that a user would regret.
 
-    More than 1.3 times the best training loss; more than twice the test loss of the swept run that has the lowest
-    training loss; in the family that reaches zero loss, an error of more than a point above the best.
+    More than 1.3 times the best training loss; more than twice the test loss of the swept run with the lowest training
+    loss; in the family that reaches zero loss, an error more than a point above the best.
     """
     for problem in judged(results):
         trained = results.best(problem, "train_loss")
@@ -156,7 +156,7 @@ def failures(results: Results) -> Iterator[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -208,7 +208,7 @@ _ABLATED = """In brackets: problems x seeds. START x0.5 is the first update at i
 
 
 def page(results: Results, records: Sequence[Record]) -> str:
-    """All of it."""
+    """Renders the whole page."""
     bad = list(failures(results))
     total = sum(len(results.of(problem, "mechanic")) for problem in judged(results))
     limits = f"{BEHIND:g} times the best training loss, {OVERFITTED:g} times the test loss of the swept run that has it"

@@ -1,4 +1,4 @@
-"""What was recorded, by problem and method, against the best of the sweep."""
+"""The records by problem and method, compared with the best of the sweep."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ = [
 
 Record = dict[str, Any]
 SOLVED = 1e-4
-"""Where all losses are below this, nobody is better: which zero is the smaller says nothing."""
+"""If all losses are below this, none is better: which of them is closest to zero means nothing."""
 ABLATION = re.compile(r"mechanic, ([A-Z]+) (x[\d.]+)")
-"""How the methods are called in which one number of the rule is multiplied."""
+"""Matches the names of methods with one number of the rule multiplied."""
 UNTUNED = "AdamW at 1e-3, untuned"
-"""What a user does who does not tune: a learning rate of every sweep."""
+"""The choice of a user who does not tune, a learning rate of every sweep."""
 
 
 class Best(NamedTuple):
-    """The sweep's best learning rate by some measure, by the mean over the seeds."""
+    """The sweep's best learning rate by some measure, averaged over the seeds."""
 
     lr: float
     value: float
@@ -62,20 +62,20 @@ class Results:
                 methods[UNTUNED][1e-3].append(record)
 
     def of(self, problem: str, method: str) -> list[Record]:
-        """A method's runs at the one learning rate it is run at."""
+        """A method's runs, at its only learning rate."""
         return [record for runs in self.runs[problem].get(method, {}).values() for record in runs]
 
     def any_of(self, problem: str) -> Record:
-        """A record, for what all of a problem have in common."""
+        """Any record of a problem, for the fields that all have in common."""
         return next(iter(next(iter(self.runs[problem].values())).values()))[0]
 
     def measure(self, problem: str) -> str:
-        """What the problem's methods are ranked by."""
+        """The measure by which the problem's methods are ranked."""
         found: str = self.any_of(problem)["measure"]
         return found
 
     def best(self, problem: str, key: str) -> Best:
-        """Of the sweep."""
+        """The best of the sweep."""
         sweep = self.runs[problem]["sweep"]
         values = {lr: mean(runs, key) for lr, runs in sweep.items()}
         lr = min(values, key=lambda lr: values[lr])
@@ -84,12 +84,12 @@ class Results:
         return Best(lr, values[lr], at_an_end)
 
     def score(self, problem: str, method: str, key: str, seeds: set[int] | None = None) -> float | None:
-        """How far the method is from the best of the sweep, on the seeds that both have run.
+        """The method's distance to the best of the sweep, on the seeds that both have run.
 
-        Errors: percentage points above it. Losses: the ratio to it.
+        For errors it is in percentage points; for losses it is the ratio.
 
         Returns:
-            None where it was not run, and for a loss where both are solved.
+            None if it was not run, and for a loss if both have solved the problem.
         """
         runs = [run for run in self.of(problem, method) if seeds is None or run["seed"] in seeds]
         if not runs:
@@ -110,7 +110,7 @@ class Results:
         return found
 
     def methods(self) -> list[str]:
-        """Without the sweep and without ablations; the best first, by their mean rank in the families."""
+        """The methods except sweep and ablations, best first by mean rank over the families."""
         names = {name: None for methods in self.runs.values() for name in methods if name != "sweep"}
         chosen = [name for name in names if not name.endswith("other lrs") and not ABLATION.fullmatch(name)]
         ranks = defaultdict(list)
@@ -120,7 +120,7 @@ class Results:
         return sorted(chosen, key=lambda name: statistics.fmean(ranks[name]) if ranks[name] else math.inf)
 
     def ranked(self, group: Group, problems: Sequence[str], methods: Sequence[str]) -> list[str]:
-        """Those that ran on all problems: by validation first, by training loss where that is equal."""
+        """The methods that ran on all problems, ranked by validation, and by training loss where that is equal."""
         places = {}
         for method in methods:
             scores = [self.score(problem, method, self.measure(problem)) for problem in problems]
@@ -134,13 +134,13 @@ class Results:
         return sorted(places, key=lambda method: places[method])
 
     def ablations(self) -> list[str]:
-        """Mechanic with one number of its rule multiplied, by number and factor."""
+        """The methods with one number of the rule multiplied, sorted by number and factor."""
         names = {name for methods in self.runs.values() for name in methods if ABLATION.fullmatch(name)}
         return sorted(names, key=lambda name: (name.split(" x")[0], float(name.split(" x")[1])))
 
 
 def is_error(key: str) -> bool:
-    """Whether it counts wrong answers, and so may well be zero."""
+    """Whether it counts wrong answers, so that it may be zero."""
     return key.endswith("error")
 
 
@@ -151,17 +151,17 @@ def _distance(ours: float, theirs: float, key: str) -> float | None:
 
 
 def mean(runs: Sequence[Record], key: str) -> float:
-    """Over the seeds."""
+    """The mean over the seeds."""
     return statistics.fmean(run[key] for run in runs)
 
 
 def summary(scores: Sequence[float], *, is_error: bool) -> float:
-    """Of points the mean, of ratios the geometric one; nothing to compare is as good as the sweep."""
+    """The mean of points, or the geometric mean of ratios; 1 if there is nothing to compare."""
     if not scores:
         return 1.0
     return statistics.fmean(scores) if is_error else geometric_mean(scores)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of ratios; one of zero, a training loss that is nothing at all, counts as 1e-9."""
+    """The geometric mean of ratios; a ratio of 0, from a training loss of exactly 0, counts as 1e-9."""
     return math.exp(statistics.fmean(math.log(max(value, 1e-9)) for value in values))

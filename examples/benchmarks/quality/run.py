@@ -1,10 +1,10 @@
 """Is Mechanic as good as the best learning rate of a sweep?
 
     python examples/benchmarks/quality/run.py --size smoke                  # seconds, without any data
-    python examples/benchmarks/quality/run.py --size cpu --data FOLDER      # hours on two cores; --only takes a part
+    python examples/benchmarks/quality/run.py --size cpu --data FOLDER      # hours on two cores; --only selects a part
     python examples/benchmarks/quality/run.py --size gpu --data FOLDER --device cuda --jobs 7
 
-Every finished run is a line in the results file; what is there is not run again. `report.py` makes the page.
+Every finished run is a line in the results file and is not run again. `report.py` makes the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from training import Job, Setup
 
 
 def main() -> None:
-    """Runs what is missing; fails in the end if one of the runs has."""
+    """Runs what is missing, and fails at the end if any run failed."""
     arguments = _arguments()
     cache = arguments.cache or arguments.out.parent / "pretrained"
     setup = Setup(arguments.size, arguments.data, arguments.encoder, arguments.device, cache)
@@ -84,7 +84,7 @@ def _missing(
     lrs: Collection[float] | None,
     done: set[tuple[str, str, float, int]],
 ) -> list[Job]:
-    """One seed after the other, so that a run that is cut short has something of everything."""
+    """The missing jobs, seed by seed, so that stopping early leaves something of everything."""
     jobs = []
     for (label, method), (name, problem) in itertools.product(methods.items(), table.items()):
         if not method.is_for(problem):

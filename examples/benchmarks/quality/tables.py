@@ -1,4 +1,4 @@
-"""Rows of numbers: logistic regressions, MLPs, regressions, separable tables, a stream, and what fits to zero loss."""
+"""Tables: logistic regressions, MLPs, regressions, separable tables, a stream, and runs that reach zero loss."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LRS: dict[Base, tuple[float, ...]] = {
     "lion": half_decades(3e-5, 1e-2),
 }
 LOWER_LRS: dict[Base, tuple[float, ...]] = {"adamw": half_decades(3e-5, 1e-1), "sgd": half_decades(3e-4, 1)}
-"""Where there is little to learn from, the best rates are those that do not reach the end of it."""
+"""Sweeps for little data, where the best rates are those too low to fit it fully."""
 _CONVEX_BATCH = 16
 
 
 def rows_of_tables(size: Size, folder: Path | None) -> Iterator[Problem]:
-    """All families of this module."""
+    """The problems of all families of this module."""
     if size == "gpu":
         return
     yield from _convex_rows(size, folder)
@@ -45,7 +45,7 @@ def rows_of_tables(size: Size, folder: Path | None) -> Iterator[Problem]:
 
 
 def _networks(sets: data.Split, hidden: Sequence[int], batch: int, seeds: Sequence[int], device: torch.device) -> Task:
-    """A network for each seed: classes, or numbers where the targets are."""
+    """The task of a network for each seed, with classes or real numbers as targets."""
     x, y, x_test, y_test = (t.to(device) for t in sets)
     width = 1 if y.is_floating_point() else int(torch.cat([y, y_test]).max()) + 1
     model = models.MLPs(seeds, x.shape[1], hidden, width).to(device)
@@ -71,7 +71,7 @@ def _networks(sets: data.Split, hidden: Sequence[int], batch: int, seeds: Sequen
 
 
 def _losses(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean over the rows, of each member."""
+    """Each member's mean over the rows."""
     if targets.is_floating_point():
         return F.mse_loss(outputs.squeeze(-1), targets, reduction="none").mean(1)
     every = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
@@ -114,7 +114,7 @@ def _convex_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
 
 
 def _mlp_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
-    """Two hidden layers: tables, small tables that are fitted to zero loss, and noisy numbers."""
+    """MLPs with two hidden layers: tables, small tables that are fitted to zero loss, and noisy regressions."""
     steps = 60 if size == "smoke" else 1000
     hidden = (16, 16) if size == "smoke" else (64, 64)
     bases: tuple[Base, ...] = ("adamw", "sgd")
@@ -135,7 +135,7 @@ def _mlp_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
 
 
 def _stream_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
-    """One pass: no more steps than there are batches."""
+    """A single pass over the data."""
     name = "digits" if folder is None else "optdigits"
     steps = 100 if size == "smoke" else len(data.table(folder, name)[0]) // 4
     build = functools.partial(_classes, folder, name, (64,), 4)
@@ -148,7 +148,7 @@ def _stream_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
 
 
 def _tied(folder: Path | None, seeds: Sequence[int], device: torch.device) -> Task:
-    """A language model that knows its few bytes by heart; its output layer is its embedding."""
+    """The task of a language model that memorises its few bytes, with tied embeddings."""
     torch.manual_seed(seeds[0])
     train, test = (t.to(device) for t in data.text(folder, "sources" if folder is None else "austen"))
     length = 16
@@ -159,7 +159,7 @@ def _tied(folder: Path | None, seeds: Sequence[int], device: torch.device) -> Ta
 
 
 def _collapse_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
-    """Runs that reach a loss of zero, and must not leave it again."""
+    """Runs that reach a loss of zero and must not leave it again."""
     name = "digits" if folder is None else "optdigits"
     build = functools.partial(_classes, folder, name, (64,), 64, rows=1437)
     short = 60 if size == "smoke" else 1500
@@ -171,7 +171,7 @@ def _collapse_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
                 label = f"collapse, {base}, decay {decay:g}, {schedule}"
                 yield row(label, base=base, lrs=lrs, steps=short, build=build, weight_decay=decay, schedule=schedule)
     adamw = functools.partial(row, base="adamw", lrs=LRS["adamw"][:-1], weight_decay=0.01)
-    # Nothing can be validated where labels are random: what counts is that all of them are learned.
+    # Random labels cannot be validated: what counts is that all of them are learned.
     labels = functools.partial(build, random_labels=True)
     yield adamw("collapse, random labels", steps=2 * short, build=labels, measure="train_error")
     yield adamw("collapse, tied embeddings", steps=short, build=functools.partial(_tied, folder), ensemble=False)

@@ -1,4 +1,4 @@
-"""What a problem is: what is trained on what, for how long, by which base optimizer and schedule."""
+"""The definition of a problem: model and data, number of steps, base optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Build = Callable[[Sequence[int], torch.device], "Task"]
 class Task:
     """A model and its data, on one device.
 
-    There are several members, one per seed and learning rate, where models are so tiny that they should share their
-    launches: the tables have several, everything else one.
+    Models so tiny that they should share their launches have several members, one per seed and learning rate: the
+    tables do, everything else has one.
     """
 
     members: Sequence[nn.Module]
-    """Each with an optimizer of its own."""
+    """The models, each with its own optimizer."""
     batch: Callable[[], tuple[Tensor, ...]]
     """Draws the next batch."""
     losses: Callable[..., Tensor]
     """The training loss of each member on a batch."""
     evaluate: Callable[[], dict[str, Tensor]]
-    """For each member, on fixed data: train_loss, test_loss, and test_error where there are classes."""
+    """Per member, on fixed data: train_loss, test_loss, and for classes test_error."""
     static: bool = True
     """Whether all batches have the same shapes, so that a CUDA graph can replay the step."""
 
@@ -46,18 +46,18 @@ class Problem:
     family: str
     base: Base
     lrs: Sequence[float]
-    """The sweep. Its best must not lie at an end. Empty where only the learned scale is of interest."""
+    """The sweep, whose best must not lie at an end. Empty if only the learned scale is of interest."""
     steps: int
     build: Build
-    """From seeds, one for each member, and a device."""
+    """Builds the task from seeds, one for each member, and a device."""
     measure: Measure = "test_loss"
-    """What the methods are ranked by."""
+    """The measure by which the methods are ranked."""
     schedule: Schedule = "cosine"
     warmup: float = 0.05
     clip: float | None = None
     weight_decay: float = 0.0
     base_options: dict[str, Any] = field(default_factory=dict)
-    """Further keywords of the base."""
+    """More keyword arguments of the base."""
     bf16: bool = False
     """Whether to autocast to bfloat16 on a GPU."""
     ensemble: bool = False
@@ -71,7 +71,7 @@ def half_decades(low: float, high: float) -> tuple[float, ...]:
 
 
 def batches(rows: int, size: int, seed: int, device: torch.device) -> Iterator[Tensor]:
-    """Indices, shuffled anew in each epoch; the last, shorter batch is left out."""
+    """Indices, reshuffled in each epoch; the last, shorter batch is left out."""
     generator = torch.Generator(device).manual_seed(seed)
     while True:
         order = torch.randperm(rows, generator=generator, device=device)

@@ -1,4 +1,4 @@
-"""Texts: language models from scratch, tuned to another text with all weights or LoRA, and pretrained encoders."""
+"""Texts: language models from scratch or tuned to another text, with all weights or LoRA; pretrained encoders."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _GPT: dict[Size, tuple[dict[str, int], int]] = {
     "cpu": ({"width": 64, "layers": 2, "length": 64}, 8),
     "gpu": ({"width": 384, "layers": 6, "length": 256}, 64),
 }
-"""Shapes and batches; the largest has 10.7 million parameters."""
+"""Shapes and batch sizes; the largest has 10.7 million parameters."""
 _GPT2: dict[Size, tuple[dict[str, int], int]] = {
     "smoke": ({"width": 16, "layers": 1, "length": 16, "heads": 2, "vocabulary": 300, "tied": True}, 4),
     "gpu": ({"width": 768, "layers": 12, "length": 512, "heads": 12, "vocabulary": 50257, "tied": True}, 16),
 }
-"""GPT-2 with its 124 million parameters, though bytes use 256 of its tokens."""
+"""GPT-2 with its 124 million parameters, though bytes use only 256 of its tokens."""
 
 
 def rows_of_texts(size: Size, folder: Path | None, encoder: str | None, cache: Path) -> Iterator[Problem]:
-    """All families of this module."""
+    """The problems of all families of this module."""
     if size != "gpu":
         yield from _small_rows(size, folder)
         yield from _text_to_text_rows(size, folder, cache)
@@ -65,7 +65,7 @@ def _language(
     if start is not None:
         model.load_state_dict(start(device))
     if lora:
-        torch.manual_seed(seeds[0])  # `start` may have trained
+        torch.manual_seed(seeds[0])  # `start` may have trained and used random numbers
         models.add_lora(model)
     model.to(device)
     generator = torch.Generator(device).manual_seed(seeds[0])
@@ -96,7 +96,7 @@ def _language(
 def _pretrained(
     folder: Path | None, name: str, shape: dict[str, int], steps: int, batch: int, cache: Path, device: torch.device
 ) -> dict[str, Tensor]:
-    """A language model after a plain run of AdamW; trained once and kept, while other processes wait."""
+    """A language model after plain AdamW, trained once and cached; other processes wait for it."""
     kept = cache / f"{name}-{'-'.join(map(str, shape.values()))}-{batch}-{steps}.pt"
     cache.mkdir(parents=True, exist_ok=True)
     with kept.with_suffix(".lock").open("w") as lock:
@@ -125,7 +125,7 @@ def _trained(task: Task, steps: int) -> dict[str, Tensor]:
 
 
 def _small_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
-    """What a CPU can train in a minute."""
+    """Problems that a CPU can train in a minute."""
     shape, batch = _GPT[size]
     for name in ("sources",) if folder is None else ("austen", "enwik8_10mb", "pystdlib"):
         build = functools.partial(_language, folder, name, shape, batch)
@@ -166,7 +166,7 @@ def _gpt2_row(size: Size, folder: Path | None) -> Problem:
 
 
 def _tuning_rows(size: Size, folder: Path | None, cache: Path) -> Iterator[Problem]:
-    """The GPT goes on to another text, without warm-up: all of its weights, or LoRA."""
+    """The GPT is tuned to another text without warm-up, with all weights or LoRA."""
     shape, _ = _GPT[size]
     texts = ("sources", "sources") if folder is None else ("enwik8_10mb", "pystdlib")
     first = functools.partial(_pretrained, folder, texts[0], shape, 20 if size == "smoke" else 1500, 64, cache)
@@ -194,7 +194,7 @@ def _text_to_text_rows(size: Size, folder: Path | None, cache: Path) -> Iterator
 
 
 class _Sentiment(nn.Module):
-    """A pretrained encoder's mean over the words, and a new linear head."""
+    """A new linear head on a pretrained encoder's mean over the words."""
 
     def __init__(self, encoder: nn.Module, classes: int, dropout: float) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def _encoder_rows(folder: Path, encoder: str) -> Iterator[Problem]:
 
 
 def _warmup_rows(size: Size, folder: Path | None, cache: Path) -> Iterator[Problem]:
-    """A schedule's own warm-up: none, a short and a very long one, from scratch and from another text."""
+    """Warm-ups in the schedule: none, short and very long, from scratch and from another text."""
     shape, batch = _GPT[size]
     name = "sources" if folder is None else "austen"
     scratch = f"{name}, adamw", functools.partial(_language, folder, name, shape, batch)
@@ -269,7 +269,7 @@ def _warmup_rows(size: Size, folder: Path | None, cache: Path) -> Iterator[Probl
 
 
 def _trend_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
-    """How the learned scale moves with the batch and with the model: no sweep is needed for that."""
+    """The learned scale for several batch sizes and model widths, without a sweep."""
     shape, batch = _GPT[size]
     steps = 40 if size == "smoke" else 500
     name = "sources" if folder is None else "austen"

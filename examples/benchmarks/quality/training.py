@@ -1,4 +1,4 @@
-"""One run: a problem trained by a method."""
+"""Runs a job: trains a problem by a method."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Job", "Record", "Setup", "run"]
 
 Record = dict[str, Any]
 POINTS = 60
-"""How many points of a run's history are kept."""
+"""The number of points kept of a run's history."""
 
 
 class Job(NamedTuple):
-    """Runs that share one process: all members of a table, else a single one."""
+    """Runs that share a process: all members of a table problem, otherwise a single one."""
 
     problem: str
     method: str
@@ -31,7 +31,7 @@ class Job(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What a worker needs to build the problems for itself."""
+    """Everything a worker needs to build the problems itself."""
 
     size: Any
     data: Path | None
@@ -40,15 +40,15 @@ class Setup(NamedTuple):
     cache: Path
 
     def problems(self) -> dict[str, Problem]:
-        """By name."""
+        """The problems by name."""
         return {p.name: p for p in problems(self.size, self.data, self.encoder, self.cache)}
 
 
 def run(job: Job, setup: Setup) -> list[Record]:
-    """Trains, and says how it went: a record for each member."""
+    """Trains and returns a record for each member."""
     torch.set_num_threads(1)
     if torch.cuda.is_available():
-        torch.backends.cuda.matmul.allow_tf32 = True  # as convolutions have it anyway
+        torch.backends.cuda.matmul.allow_tf32 = True  # the default for convolutions
         torch.backends.cudnn.benchmark = True
     problem, method, device = setup.problems()[job.problem], METHODS[job.method], torch.device(setup.device)
     began = time.perf_counter()
@@ -67,12 +67,12 @@ def run(job: Job, setup: Setup) -> list[Record]:
 
 
 def _finite(value: float) -> float:
-    """JSON knows no NaN; a run that has left the numbers is as bad as can be."""
+    """Replaces NaN, which JSON lacks, and infinity by a very bad value."""
     return value if math.isfinite(value) else 1e9
 
 
 def train(problem: Problem, method: Method, task: Task, lrs: Sequence[float], device: torch.device) -> list[Record]:
-    """The loop; returns for each member the steps at which it was looked at, its losses and learning rates."""
+    """The training loop. Returns each member's recorded steps, losses and learning rates."""
     optimizers = [method.build(problem, member, lr) for member, lr in zip(task.members, lrs, strict=True)]
     factors = _factors(problem) if method.schedule else [1.0] * problem.steps
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -83,7 +83,7 @@ def train(problem: Problem, method: Method, task: Task, lrs: Sequence[float], de
     backward = _backward(problem, task, device)
     every = max(1, problem.steps // POINTS)
     for step in range(problem.steps):
-        for group in groups:  # by hand: a scheduler would tell Mechanic the length of a run that is to be untold
+        for group in groups:  # by hand: a scheduler would tell Mechanic the length of the run, which it must not know
             group["lr"] = group["initial_lr"] * factors[step]
         losses = backward()
         if problem.clip is not None:
@@ -104,7 +104,7 @@ def train(problem: Problem, method: Method, task: Task, lrs: Sequence[float], de
 
 
 def _backward(problem: Problem, task: Task, device: torch.device) -> Callable[[], Tensor]:
-    """What draws a batch, leaves its gradients in the parameters and returns the losses."""
+    """A function that draws a batch, leaves its gradients in the parameters and returns the losses."""
 
     def on(batch: Sequence[Tensor]) -> Tensor:
         for member in task.members:
@@ -120,9 +120,9 @@ def _backward(problem: Problem, task: Task, device: torch.device) -> Callable[[]
 
 
 def _graphed(on: Callable[[Sequence[Tensor]], Tensor], task: Task) -> Callable[[], Tensor]:
-    """The same as a CUDA graph: small networks wait for their launches otherwise, and several processes all the more.
+    """The same as a CUDA graph, because small networks wait for launches, even more with several processes.
 
-    Gradients have a fixed place then, which each replay writes anew.
+    Gradients then have fixed addresses, which each replay overwrites.
     """
     inputs = [t.clone() for t in task.batch()]
     buffers = {t: t.clone() for member in task.members for t in member.buffers()}
@@ -135,7 +135,7 @@ def _graphed(on: Callable[[Sequence[Tensor]], Tensor], task: Task) -> Callable[[
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         losses = on(inputs)
-    for buffer, before in buffers.items():  # batch norm has seen what does not count
+    for buffer, before in buffers.items():  # undo batch norm's updates from the runs above
         buffer.copy_(before)
 
     def replay() -> Tensor:
@@ -148,7 +148,7 @@ def _graphed(on: Callable[[Sequence[Tensor]], Tensor], task: Task) -> Callable[[
 
 
 def _autocast(problem: Problem, device: torch.device) -> torch.autocast:
-    """Without the cache of cast weights, which a CUDA graph must not share with what is outside of it."""
+    """Autocast without the cache of cast weights, which a CUDA graph must not share with code outside it."""
     enabled = problem.bf16 and device.type == "cuda"
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
@@ -157,7 +157,7 @@ def _autocast(problem: Problem, device: torch.device) -> torch.autocast:
 
 
 def _peak_lr(optimizer: Any, factor: float) -> float:
-    """What a fixed peak learning rate would have to be, to give the rate that this step was made at."""
+    """The fixed peak learning rate that would give this step's rate."""
     if hasattr(optimizer, "effective_lrs"):
         now: float = optimizer.effective_lrs[0]
     else:

@@ -9,10 +9,10 @@ collect_ignore_glob = [] if IS_INTERPRETED else ["test_*.py"]
 
 
 def _patch_language_once() -> None:
-    """Leaves Triton's language interpreted from the first launch on.
+    """Keeps Triton's language patched for the interpreter after the first launch.
 
-    Triton searches the whole language for what to patch in every launch and in every call of a device function, which
-    is half of these tests' time. This process compiles nothing, so it never needs the language as it was.
+    In every launch and every call of a device function, Triton searches the whole language for what to patch, which
+    takes half of these tests' time. This process compiles nothing, so it never needs the original language.
     """
     from triton.runtime import interpreter
 
@@ -29,7 +29,7 @@ def _patch_language_once() -> None:
 
 
 def _remember_dtypes() -> None:
-    """Triton makes the table of them for every operation."""
+    """Caches NumPy dtypes, whose table Triton rebuilds for every operation."""
     from triton.runtime import interpreter
 
     original, known = interpreter._get_np_dtype, {}

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: bases that have kernels, and one training loop for all backends."""
+"""Shared by the tests in this folder: bases with kernels, and one training loop for all backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from mechanic_plugins import mechanize
 from mechanic_plugins.lion import Lion
 
-# The rounding of one product or sum, and how many of them meet in a random walk here.
+# The relative rounding error of a product or sum.
 EPS = {torch.float32: 6e-8, torch.bfloat16: 4e-3, torch.float64: 1.2e-16, torch.float16: 5e-4}
 
 
@@ -28,9 +28,9 @@ BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def train(base: str, steps: int, dtype: torch.dtype, **options: Any) -> tuple[list[torch.Tensor], Any]:
-    """Steps with gradients that depend on the weights, one parameter sometimes without.
+    """Steps with gradients that depend on the weights; one parameter sometimes has none.
 
-    The targets swing: at rest, where the gradients are rounding errors, Adam would take whole steps along them.
+    The targets swing, because at rest Adam would take whole steps along gradients that are rounding errors.
     """
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in [(5, 7), (9,), ()]]

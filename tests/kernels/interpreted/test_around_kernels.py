@@ -1,4 +1,4 @@
-"""What the kernels must notice between steps, and what they must leave alone."""
+"""What kernels must notice between steps, and what they must leave alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mechanic_plugins.passes import fused
 
 
 class Replaces(torch.optim.SGD):
-    """Puts new tensors in its parameters' place, as some optimizers do."""
+    """Replaces its parameters' tensors, as some optimizers do."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -72,7 +72,7 @@ def test_an_error_inside_the_base_leaves_tuner_and_references() -> None:
 
 
 def swap_memory(optimizer: torch.optim.Optimizer) -> None:
-    """As tools do that move an optimizer's state away for a while and back."""
+    """Acts like tools that move an optimizer's state away and back."""
     for entries in optimizer.state.values():
         for tensor in entries.values():
             old, tensor.data = tensor.data, tensor.data.clone()
@@ -81,7 +81,7 @@ def swap_memory(optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("backend", ["fused", "triton"])
 def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) -> None:
-    """Gradients at other addresses, other dtypes, state that was loaded, swapped or dropped, a parameter that joins."""
+    """Gradients move or change dtype, state is loaded, swapped or dropped, and a parameter joins."""
     ends = []
     for way in ("foreach", backend):
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) ->
 
 
 def test_no_gradient_is_kept_alive() -> None:
-    """Memory that the next forward pass would lack."""
+    """The next forward pass needs their memory."""
     for backend in ("foreach", "triton", "fused"):
         p = nn.Parameter(torch.randn(16))
         optimizer = mechanize(torch.optim.AdamW([p]), backend=backend)
@@ -151,7 +151,7 @@ def test_forced_fused_says_why_it_cannot() -> None:
 
 
 def test_state_of_another_shape_is_refused() -> None:
-    """A kernel would write past the end of the moments."""
+    """A kernel would otherwise write past the end of the moments."""
     p = nn.Parameter(torch.ones(6))
     optimizer = mechanize(torch.optim.AdamW([p]), backend="fused")
     for size in (6, 6, 9):
@@ -173,7 +173,7 @@ def test_state_of_another_shape_is_refused() -> None:
     ],
 )
 def test_weights_may_change_their_memory_format(backend: Any, base: str, how: str) -> None:
-    """The kernels walked delta and moments in their old order beside weights in the new one."""
+    """The kernels used to read delta and moments in the old order beside weights in the new one."""
     ends = []
     for way in ("foreach", backend):
         torch.manual_seed(0)
@@ -215,7 +215,7 @@ def test_nothing_moves_at_an_lr_of_zero_and_frozen_parameters_never(backend: str
 
 
 class Launched:
-    """A kernel that may be launched where its tensors' device is the current one."""
+    """Wraps a kernel and calls `check` at every launch."""
 
     def __init__(self, kernel: Any, check: Callable[[], None]) -> None:
         self.kernel, self.check = kernel, check
@@ -227,7 +227,7 @@ class Launched:
 
 @pytest.mark.parametrize("backend", ["fused", "triton"])
 def test_every_launch_is_made_on_its_tensors_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current GPU, which in `model.to("cuda:1")` is another."""
+    """Triton launches on the current GPU, which after `model.to("cuda:1")` is not that of the tensors."""
     current, launches = list[torch.device](), list[torch.device]()
 
     @contextmanager
@@ -251,7 +251,7 @@ def test_every_launch_is_made_on_its_tensors_device(backend: str, monkeypatch: p
 @pytest.mark.parametrize("base", ["Adam", "AdamW", "SGD"])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"scope": "group"}], ids=str)
 def test_a_fused_base_of_torchs_is_told_on_the_device(base: str, options: dict[str, Any]) -> None:
-    """Its learning rate, what clips its gradients, and whether the step is made are tensors then."""
+    """Learning rate, clipping factor and the skip decision are then passed to it as tensors."""
     ends, more = [], {"momentum": 0.9} if base == "SGD" else {}
     for backend in ("foreach", "triton"):
         torch.manual_seed(0)

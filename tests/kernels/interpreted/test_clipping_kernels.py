@@ -1,4 +1,4 @@
-"""`max_grad_norm` in the GPU kernels, by Triton's interpreter."""
+"""`max_grad_norm` in the GPU kernels, run by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def test_the_fused_pass_leaves_the_gradients_alone() -> None:
     for step in range(6):
         p.grad = torch.full_like(p, 3.0)
         optimizer.step()
-        assert step < 3 or torch.equal(p.grad, torch.full_like(p, 3.0))  # the first steps are the base's own
+        assert step < 3 or torch.equal(p.grad, torch.full_like(p, 3.0))  # the base makes the first steps itself
         assert optimizer.grad_norm.item() == pytest.approx(12.0)

@@ -27,7 +27,7 @@ class Tensors(NamedTuple):
 
 
 def made(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int, *, rtype: torch.dtype | None = None) -> Tensors:
-    """Without a gradient for the second; some 16-bit weights were changed from outside."""
+    """Makes tensors: the second has no gradient, and some 16-bit weights differ from their masters."""
     generator = torch.Generator().manual_seed(seed)
     found = Tensors([], [], [])
     for index, shape in enumerate(shapes):
@@ -68,7 +68,7 @@ def summed(tensors: Tensors, *, maximize: bool = False) -> Tensor:
 def test_sums_equal_torchs(dtype: torch.dtype, maximize: bool) -> None:
     tensors = made(SHAPES, dtype, 0)
     plain, kernel = expected(tensors, maximize=maximize), summed(tensors, maximize=maximize)
-    # the interpreter cuts bf16 off where GPUs round: it takes half of the masters for other weights
+    # the interpreter truncates bf16 where GPUs round, so half of the masters seem to belong to other weights
     eps = {torch.float64: EPS[torch.float64], torch.bfloat16: EPS[torch.bfloat16]}.get(dtype, EPS[torch.float32])
     assert ((plain - kernel).abs() <= 30 * eps * plain.abs().max()).all()
     assert plain[-1] == kernel[-1] == len(SHAPES) - 1
@@ -92,5 +92,5 @@ def test_sums_over_random_shapes(shapes: list[tuple[int, ...]], seed: int) -> No
 
 
 def test_tensors_of_odd_length_are_kept_apart() -> None:
-    """One of them in a list would have the kernels read all of it element by element."""
+    """A single one in a list would make the kernels read the whole list element by element."""
     assert kind_of(torch.zeros(3, 5), None) != kind_of(torch.zeros(4, 4), None)

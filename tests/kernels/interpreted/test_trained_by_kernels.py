@@ -1,4 +1,4 @@
-"""Training by the kernels against training without them."""
+"""Compares training by the kernels with training without them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mechanic_plugins.passes.fused import FusedPlan
 
 
 def is_fused(optimizer: Any) -> bool:
-    """Whether some of its steps were."""
+    """Whether some of its steps were fused."""
     return any(isinstance(plan, FusedPlan) for plan in optimizer._planner._plans.values())
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_fused_equals_any_base(base: str) -> None:
-    """Each step rounds once or twice in float32 and forgets most of it, as the problem is well conditioned."""
+    """Each step rounds once or twice in float32, and most of these errors fade, as the problem is well conditioned."""
     steps = 12 if base == "adamw" else 8
     plain, a = train(base, steps, torch.float32, backend="foreach")
     fused, b = train(base, steps, torch.float32, backend="fused")
@@ -77,7 +77,7 @@ def test_fused_low_precision_weights_are_roundings(dtype: torch.dtype) -> None:
 
 
 def test_paths_may_change_at_any_step() -> None:
-    """The state is the same under either: half the steps each way end where one way ends."""
+    """Both paths use the same state, so alternating between them gives the same result as one path."""
     whole, _ = train("adamw", 14, torch.float32, backend="foreach")
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in [(5, 7), (9,), ()]]
@@ -96,7 +96,7 @@ def test_paths_may_change_at_any_step() -> None:
 
 
 class Own(torch.optim.AdamW):
-    """A base that nobody knows."""
+    """An unknown base."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -105,16 +105,16 @@ class Own(torch.optim.AdamW):
 @pytest.mark.parametrize("kind", [Own, torch.optim.NAdam])
 def test_masters_of_16_bit_weights_by_kernels_equal_torchs(kind: Any) -> None:
     ends = []
-    for backend in ("foreach", "triton"):  # in float16: the interpreter cuts bfloat16 off where GPUs round
+    for backend in ("foreach", "triton"):  # in float16, as the interpreter truncates bfloat16 where GPUs round
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(shape).half()) for shape in [(5, 7), (9,), ()]]
         optimizer = mechanize(kind(params, lr=1e-4), backend=backend)
         for step in range(8):
             for p in params[: 2 + step % 2]:
-                p.grad = torch.randn(p.shape).half() + 1  # not the weights': their roundings would come back
+                p.grad = torch.randn(p.shape).half() + 1  # not from the weights: roundings would feed back
             optimizer.step()
         ends.append([t for p in params for t in (p.detach(), *map(optimizer.state[p].get, ("exp_avg", MASTER)))])
     assert optimizer.scale.item() > 0
     for a, b in zip(*ends, strict=True):
-        lost = 8 * 2 * EPS[torch.float32] if a.dtype == torch.float32 else 0  # of an update, read off weights up to 2
+        lost = 8 * 2 * EPS[torch.float32] if a.dtype == torch.float32 else 0  # in updates computed from weights up to 2
         torch.testing.assert_close(a, b, rtol=2 * EPS[a.dtype], atol=lost)

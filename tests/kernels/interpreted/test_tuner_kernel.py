@@ -1,4 +1,4 @@
-"""The tuner's kernel against the tuner in floats."""
+"""Compares the tuner's kernel with the tuner in floats."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CASES: list[tuple[dict[str, Any], int, float | None]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of an infinity
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by NumPy, for an infinity
 @pytest.mark.parametrize(("options", "tuners", "norm"), CASES, ids=str)
 def test_the_kernel_equals_the_floats(options: dict[str, Any], tuners: int, norm: float | None) -> None:
-    """Two tuners share one norm; steps that are not finite, without gradients, held or outliers are among them.
+    """Two tuners share one norm; some steps are non-finite, without gradients, held or outliers.
 
-    The first four are the floats' alone.
+    The first four steps run only in floats.
     """
     chosen = Settings(**options)
     state = initial_state(chosen, tuners=tuners, device=CPU)
@@ -36,7 +36,7 @@ def test_the_kernel_equals_the_floats(options: dict[str, Any], tuners: int, norm
         lrs: list[float | torch.Tensor] = [0.1 * min(step + 1, 8, 21 - step) + row for row in range(tuners)]
         sums = torch.randn(tuners, 6, dtype=torch.float64, generator=generator)
         sums[:, [1, 2, 4]] = sums[:, [1, 2, 4]].abs()
-        if step == 0:  # what it measures
+        if step == 0:  # what the first step measures
             sums[:, [0, 4]] = 0
             sums[:, [3, 5]] = torch.tensor([7.0, 5.0], dtype=torch.float64)
         sums[0, 1] *= {7: 0.0, 14: 1e12, 15: 1e12}.get(step, 1.0)
