@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def module(name: str) -> Any:
     return found
 
 
-run, report = module("run"), module("report")
+run, report, mnist = module("run"), module("report"), module("mnist")
 
 
 @pytest.fixture
@@ -198,3 +199,56 @@ def test_the_report_fills_the_page_and_draws(tmp_path: Path) -> None:
     table = report.table(report.read(report.RECORDS))
     assert page.read_text() == f"before\n<!-- table -->\n\n{table}\n\n<!-- end -->\nafter\n"
     assert picture.stat().st_size > 10_000
+
+
+# ------------------------------------------------------------------------------------------------ MNIST
+
+EXAMPLE = """
+import argparse
+
+import schedulefree
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--seed", type=int)
+torch.manual_seed(parser.parse_args().seed)
+x = torch.randn(100, 3)
+data = [(row, int(row.argmax())) for row in x]
+loader = torch.utils.data.DataLoader(data, batch_size=64, num_workers=1)
+assert len(loader) == 2 and loader.dataset is data
+model = torch.nn.Linear(3, 3)
+optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.0025)
+for _ in range(3):
+    optimizer.train()
+    for pictures, labels in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(pictures), labels).backward()
+        optimizer.step()
+    optimizer.eval()
+    schedulefree.seen.append((type(optimizer).__name__, optimizer.param_groups[0]["lr"]))
+    print(f"Accuracy: {9900 + len(labels)}/10000")
+"""
+
+
+@pytest.mark.parametrize(("schedule", "lrs"), [("constant", [1e-3] * 3), ("falling", [7e-4, 4.9e-4, 3.43e-4])])
+def test_the_mnist_example_trains_with_mechanic(
+    schedule: str, lrs: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, float]] = []
+    package = types.SimpleNamespace(AdamWScheduleFree=None, seen=seen)
+    monkeypatch.setitem(sys.modules, "schedulefree", package)
+    script, records = tmp_path / "main.py", tmp_path / "mnist.jsonl"
+    script.write_text(EXAMPLE)
+    mnist.main(["--script", str(script), "--schedules", schedule, "--seeds", "3", "--records", str(records)])
+    record = {"schedule": schedule, "seed": 3, "accuracies": [0.9936] * 3}  # the last batch has 36
+    assert report.read(records) == [record]
+    assert package.AdamWScheduleFree is None
+    assert [name for name, _ in seen] == ["MechanicAdamW"] * 3
+    assert [lr for _, lr in seen] == pytest.approx(lrs)
+
+
+def test_the_page_has_the_mnist_runs() -> None:
+    page = (FOLDER.parents[1] / "docs" / "airbench.md").read_text()
+    for record in report.read(FOLDER / "results" / "mnist.jsonl"):
+        last, best = record["accuracies"][-1], max(record["accuracies"])
+        assert f"| {100 * last:.2f}% | {100 * best:.2f}% |" in page
