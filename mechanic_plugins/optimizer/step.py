@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
@@ -42,6 +41,7 @@ from mechanic_plugins.optimizer.refusals import (
     refuse_sparse,
 )
 from mechanic_plugins.optimizer.tuning import has_lr_zero
+from mechanic_plugins.passes.base_step import is_observed
 from mechanic_plugins.passes.masters import are_usable
 from mechanic_plugins.passes.plan import Batch, Closure, Entry, Plan, Sums, add_sizes, batches_of_parts, sums_of
 
@@ -58,10 +58,7 @@ def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_opt_called"] = True
-        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        has_hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        is_seen = has_hooks or torch._C._autograd._profiler_enabled()
-        return (marked if is_seen else step)(self, *args, **kwargs)
+        return (marked if is_observed(self) else step)(self, *args, **kwargs)
 
     # keeps torch from wrapping it again
     wrapper.hooked = wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

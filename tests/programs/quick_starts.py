@@ -87,6 +87,14 @@ def sac(lr: float) -> float:
     return reward(model.learn(total_timesteps=3_000))
 
 
+@quick_start("SB3 A2C, CartPole", "reward", HIGHER, 7e-4, optimizer="RMSprop", seeds=3)
+def a2c(lr: float) -> float:
+    from stable_baselines3 import A2C
+
+    model = A2C("MlpPolicy", "CartPole-v1", learning_rate=lr, seed=torch.initial_seed(), device="cpu")
+    return reward(model.learn(total_timesteps=25_000))
+
+
 def tabular(lr: float, epochs: int) -> float:
     import pandas as pd
     from fastai.optimizer import OptimWrapper
@@ -466,6 +474,71 @@ def knowledge(lr: float) -> float:
         device="cpu",
     )
     return float(result.get_metric("mean_reciprocal_rank"))
+
+
+@quick_start("MONAI UNet, segmentation", "Dice loss", LOWER, 1e-3)
+def segmentation(lr: float) -> float:
+    from monai.data import create_test_image_2d
+    from monai.losses import DiceLoss
+    from monai.networks.nets import UNet
+
+    pairs = [create_test_image_2d(64, 64, num_seg_classes=1, random_state=np.random.RandomState(i)) for i in range(60)]
+    x, y = (torch.tensor(np.stack(each), dtype=torch.float32)[:, None] for each in zip(*pairs, strict=True))
+    model, loss = UNet(2, 1, 1, (8, 16, 32, 64), (2, 2, 2), num_res_units=2), DiceLoss(sigmoid=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    for _ in range(150):
+        rows = torch.randint(48, (4,))
+        optimizer.zero_grad()
+        loss(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        return float(loss(model(x[48:]), y[48:]))
+
+
+@quick_start("diffusers UNet2D, digits", "denoising loss", LOWER, 1e-4, optimizer="AdamW")
+def diffusion(lr: float) -> float:
+    """The unconditional example of diffusers, smaller, without its schedule."""
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    train, _, valid, _ = digits()
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    model = UNet2DModel(8, 1, 1, layers_per_block=1, block_out_channels=(32, 64), norm_num_groups=8, **blocks)
+    noises = DDPMScheduler(num_train_timesteps=1000)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+
+    def loss(flat: Tensor) -> Tensor:
+        x = flat.view(-1, 1, 8, 8) * 2 - 1
+        noise, times = torch.randn(x.shape), torch.randint(0, 1000, (len(x),))
+        return nn.functional.mse_loss(model(noises.add_noise(x, noise, times), times).sample, noise)
+
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss(train[torch.randint(len(train), (32,))]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return float(sum(loss(valid) for _ in range(5))) / 5
+
+
+@quick_start("ignite, digits", "validation loss", LOWER, 0.01, optimizer="SGD")
+def ignite(lr: float) -> float:
+    """Ignite's MNIST example on smaller pictures: its convolutions, dropout and SGD."""
+    from ignite.engine import create_supervised_trainer
+
+    x, y, valid_x, valid_y = digits()
+    layers = nn.Conv2d(1, 10, 3), nn.ReLU(), nn.Conv2d(10, 20, 3), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)), *layers, nn.Linear(320, 50), nn.ReLU(), nn.Dropout(), nn.Linear(50, 10)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+    loss = nn.CrossEntropyLoss()
+    loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
+    create_supervised_trainer(model, optimizer, loss).run(loader, max_epochs=10)
+    model.eval()
+    with torch.no_grad():
+        return float(loss(model(valid_x), valid_y))
 
 
 class Watch:

@@ -73,8 +73,9 @@ GROUPS = {
     "torchao": Programs(["torchao"], ["tests/programs/test_low_bit.py"], ""),
     QUICK_STARTS: Programs(
         [
-            *("deepxde", "fastai", "gpytorch", "lightning", "neuralforecast", "pykeen", "pyro-ppl", "pytorch-tabnet"),
-            *("sbi", "scikit-learn", "scvi-tools", "skorch", "stable-baselines3", "torch_geometric", "u8darts[torch]"),
+            *("deepxde", "diffusers", "fastai", "gpytorch", "lightning", "monai", "neuralforecast", "pykeen"),
+            *("pyro-ppl", "pytorch-ignite", "pytorch-tabnet", "sbi", "scikit-learn", "scvi-tools", "skorch"),
+            *("stable-baselines3", "torch_geometric", "transformers", "u8darts[torch]"),  # diffusers needs transformers
             WITH_TORCHVISION,  # fastai installs torchvision, and torchmetrics then loads it
         ],
         ["tests/programs/quality.py"],
