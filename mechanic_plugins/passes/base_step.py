@@ -90,7 +90,7 @@ def is_observed(optimizer: Optimizer) -> Any:
 def _step_of(base: Any) -> Any:
     """The base's step, without torch's wrapper for hooks and profiling unless in use: that takes 20 microseconds."""
     wrapper = type(base).step
-    if "step" in vars(base) or not getattr(wrapper, "hooked", False) or is_observed(base):
+    if "step" in vars(base) or getattr(wrapper, "hooked", False) is not True or is_observed(base):
         return base.step
     return functools.partial(wrapper.__wrapped__, base)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,6 +154,16 @@ def test_hooks_on_the_base_fire_as_long_as_they_are_there() -> None:
     hook.remove()
     train(model, opt, 1)
     assert fired == ["post"] * 2
+
+
+def test_a_step_that_was_replaced_on_the_bases_class_is_called() -> None:
+    """Test suites replace it by a mock, which has every attribute but `__wrapped__`."""
+    model = perceptron()
+    opt = mechanize(ADAMW(model.parameters()))
+    train(model, opt, 3)
+    with mock.patch.object(ADAMW, "step") as step:
+        train(model, opt, 2)
+    assert step.call_count == 2
 
 
 def test_zero_grad_forgets_or_zeroes() -> None:
