@@ -71,7 +71,7 @@ class MechanicOptimizer(Wrapper):
     @_disable_dynamo  # torch.compile leaves the step alone: its passes, or the base's, are compiled already
     @hooked
     def step(self, closure: Closure | None = None) -> Any:
-        """Steps the base at the learned scale. Outliers, non-finite gradients and steps without any change nothing.
+        """Steps the base at the learned scale. A step with outliers, non-finite gradients or none changes nothing.
 
         With `max_grad_norm`, base and tuner see clipped gradients, as if `torch.nn.utils.clip_grad_norm_` had been
         called first. The `.grad` tensors themselves may or may not be scaled afterwards.
