@@ -2,7 +2,7 @@
 
 All that is kept of past moves is the weights' displacement D = x - x_ref. For the parameters that share a scale:
 
-    size  = (number of nonzero gradients)^(3/8) * root of the mean of min(|x|, 1)^2 over the nonzero weights
+    size  = (number of nonzero gradients)^(3/8) * geometric mean of |x| over the nonzero weights
     w     = lr / highest lr: the weight of a step
     p     = w * S / mean of S over the run, at most w: the weight of its evidence
     U^2   = the mean of |D|^2 / sum((S * lr)^2) over the run, by w; at first U = 2 |u| / lr of an update not applied
@@ -22,8 +22,8 @@ import torch
 from reference import Around, BaseFactory, Tensors, Vector, inner
 from torch import Tensor
 
-PRIOR = 0.2
-"""The fraction of a typical weight that a step should change."""
+PRIOR = 0.5
+"""How far a step should move the weights, as a share of their size."""
 
 
 class Rule:
@@ -46,10 +46,10 @@ class Rule:
 
     def measure(self, x: Tensors, g: Tensors) -> None:
         """Measures size once, over the parameters that have a gradient."""
-        squares = sum(p.clamp(-1, 1).square().sum().item() for p in x)
-        nonzero = sum(int((p != 0).sum()) for p in x)
+        weights = np.concatenate([p.numpy().ravel() for p in x])
+        nonzero = np.abs(weights[weights != 0])
         touched = sum(int((p != 0).sum()) for p in g)
-        typical = math.sqrt(squares / nonzero) if nonzero else 1.0
+        typical = float(np.exp(np.log(nonzero).mean())) if len(nonzero) else 1.0
         self.size = touched**0.375 * typical
         self.typical, self.touched = typical, touched
 

@@ -5,7 +5,7 @@ therefore tells how long the base's updates are, U, and the scale follows from U
 with each gradient, z = <x_ref - x, g> tells whether the loss would now be lower had the run moved further (z > 0,
 favourable) or less far (z < 0, adverse). In full:
 
-    size = the root mean square of the nonzero weights, times N ** POWER, with N the number of trained weights
+    size = the geometric mean of the nonzero weights, times N ** POWER, with N the number of trained weights
     U    = |x - x_ref| / sqrt(sum((S * lr)^2)), as a root mean square over the run; START * |u| at first
     rho  = sum(z) / sqrt(sum(z^2) * WINDOW), -1 < rho < 1
     S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho)
@@ -15,9 +15,9 @@ the fraction of it that one step may change. The sums of z are moving sums over 
 hold fewer, and count for less. A step is weighted by its learning rate relative to the highest one. Where the scale is
 below the run's mean, its evidence is also weighted by that ratio: steps that hardly move say little.
 
-A weight above 1 counts as 1, which makes a few large ones harmless, such as an output bias set to the targets' mean. N
-counts the weights with a gradient in one of the first `BEGINNING` steps: few rows of a large embedding get one, and
-layers behind a layer of zeros get none in the first step.
+The geometric mean tells how large a typical weight is; a root mean square would be that of an embedding, of the gains
+of the norms, or of an output bias set to the targets' mean. N counts the weights with a gradient in one of the first
+`BEGINNING` steps: few rows of a large embedding get one, and layers behind a layer of zeros get none in the first step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from mechanic_plugins.core.row import Products, Row
 
 __all__ = ["BEGINNING", "GAIN", "OUTLIER", "POWER", "PRIOR", "START", "WINDOW", "advance", "restart", "walk"]
 
-PRIOR = 0.2
-"""The fraction of the weights' size that a step should change."""
+PRIOR = 0.5
+"""How far a step should move the weights, as a share of their size."""
 POWER = 0.375
-"""How the size grows with the number of weights: 1/2 would give the norm. At ten million, a step changes 2.7% of it."""
+"""How the size grows with the number of weights: 1/2 would make it grow like their norm."""
 START = 2.0
 """The first update counts as this many times its length, because the next ones point the same way."""
 GAIN = 3.0
@@ -89,8 +89,8 @@ def restart(row: Row, dd: float) -> bool:
 
 
 def _size(sums: Products) -> float:
-    squares, nonzero = sums.xx, sums.dx
-    return math.sqrt(squares / nonzero) if nonzero > 0 else 1.0
+    logarithms, nonzero = sums.xx, sums.dx
+    return math.exp(logarithms / nonzero) if nonzero > 0 else 1.0
 
 
 def _gather(row: Row, z: float, dd: float, weight: float) -> None:

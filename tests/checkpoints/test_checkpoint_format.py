@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from mechanic_plugins import MechanicOptimizer, mechanize
 from mechanic_plugins.checkpoints import format as checkpoint_format
+from mechanic_plugins.core import relative
 from mechanic_plugins.core.row import SCALARS as FIELDS
 from mechanic_plugins.core.row import VECTORS as LISTS
 from mechanic_plugins.core.settings import Settings
@@ -155,8 +156,8 @@ def test_delta_that_is_not_finite_is_refused(saved: dict[str, Any], value: float
 def test_a_newer_format_is_refused(saved: dict[str, Any]) -> None:
     newer = copy.deepcopy(saved)
     for group in newer["param_groups"]:
-        group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), "format": 5, "more": 1})
-    refused(newer, "has format 5 .* reads formats up to 4: pip install --upgrade mechanic-plugins")
+        group["mechanic_tuners"] = json.dumps({**json.loads(group["mechanic_tuners"]), "format": 6, "more": 1})
+    refused(newer, "has format 6 .* reads formats up to 5: pip install --upgrade mechanic-plugins")
 
 
 def test_other_settings_are_named_once() -> None:
@@ -291,12 +292,33 @@ def test_loading_plain_starts_afresh() -> None:
     assert opt.scale.item() == opt.metrics()["mechanic/steps"] == 0
 
 
-# ------------------------------------------------------------------------------------------------ format 3
+# ------------------------------------------------------------------------------------------------ formats 3 and 4
+
+
+def as_format_4(opt: Any) -> dict[str, Any]:
+    """The checkpoint that a version with another prior and unit of size would have saved."""
+    saved = copy.deepcopy(opt.state_dict())
+    for group in saved["param_groups"]:
+        header = json.loads(group["mechanic_tuners"]) | {"format": 4}
+        header["later"]["mechanic_size"] *= relative.PRIOR / 0.2
+        group["mechanic_tuners"] = json.dumps(header)
+    return saved
+
+
+def test_a_run_with_another_unit_of_size_goes_on() -> None:
+    model, twin = perceptron(), perceptron()
+    opt, resumed = (mechanize(torch.optim.AdamW(each.parameters(), lr=1e-2)) for each in (model, twin))
+    train(model, opt, 12)
+    twin.load_state_dict(model.state_dict())
+    resumed.load_state_dict(as_format_4(opt))
+    for each, optimizer in ((model, opt), (twin, resumed)):
+        train(each, optimizer, 5, first=12)
+    assert resumed.scale.item() == pytest.approx(opt.scale.item(), rel=1e-12)
 
 
 def as_format_3(opt: Any) -> dict[str, Any]:
     """The checkpoint that a version with delta in place of the references would have saved."""
-    saved = copy.deepcopy(opt.state_dict())
+    saved = as_format_4(opt)
     played = saved["param_groups"][0]["mechanic_played"]
     for group in saved["param_groups"]:
         header = json.loads(group["mechanic_tuners"]) | {"format": 3}

@@ -280,9 +280,9 @@ def default(start: Tensor, lr: float = 1.0, **options: Any) -> Default:
 
 
 def test_the_default_rule_by_hand() -> None:
-    # x = (1, 0, 4): 4 counts as 1, so the mean over the nonzero weights is 1. Two elements have a gradient.
+    # x = (1, 0, 4): the geometric mean of the nonzero weights is 2. Two elements have a gradient.
     # g = (3, 4, 0): u = -(3, 4, 0) is not applied. Then U = 2 * 5 / 2 with lr 2, and S = PRIOR size / (2 * 5).
-    size = 2**0.375
+    size = 2 * 2**0.375
     judge, x_0 = default(vector(1.0, 0.0, 4.0), 2.0), vector(1.0, 0.0, 4.0)
     judge.step([vector(1.5, 2.0, 0.0)])
     assert torch.equal(judge.x[0], x_0)
@@ -324,11 +324,11 @@ def test_the_highest_lr_is_the_announced_one(key: str) -> None:
 
 
 def test_a_penalty_by_hand() -> None:
-    # x = 4, which counts as 1, decay 0.5, g = 1: U = 2 * 3, S = PRIOR / 6. Then D = -S * 3, and z = 3 S * (1 + x / 2).
+    # x = 4, decay 0.5, g = 1: U = 2 * 3, S = PRIOR * 4 / 6. Then D = -S * 3, and z = 3 S * (1 + x / 2).
     judge = default(vector(4.0), weight_decay=0.5)
     for _ in range(3):
         judge.step([vector(1.0)])
-    S = PRIOR / 6
+    S = PRIOR * 4 / 6
     assert judge.parts[0].r == pytest.approx(3 * S * (1 + (4 - 3 * S) / 2), rel=1e-14)
     assert judge.parts[0].h == pytest.approx(-3 * (1 + (4 - 3 * S) / 2), rel=1e-14)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from kept_back import rows_kept_back
 from pictures import rows_of_pictures
 from tables import rows_of_tables
 from task import Problem, Schedule, Size
@@ -41,6 +42,7 @@ FAMILIES: dict[Size, tuple[str, ...]] = {
         "GPT with LoRA",
         "schedules",
         "trends",
+        "kept back",
     ),
 }
 """The families at each size; "smoke" has all of them."""
@@ -73,7 +75,7 @@ def problems(size: Size, folder: Path | None, encoder: str | None, cache: Path) 
         *rows_of_pictures(size, folder),
         *rows_of_texts(size, folder, encoder, cache),
     ]
-    return [*rows, *_under_other_schedules(rows)]
+    return [*rows, *_under_other_schedules(rows), *rows_kept_back(size, folder)]
 
 
 def _under_other_schedules(rows: Iterable[Problem]) -> Iterator[Problem]:

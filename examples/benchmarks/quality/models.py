@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "MLP", "VGG", "LastByte", "MLPs", "ResNet", "UNet", "ViT", "add_lora"]
+__all__ = [
+    "GPT",
+    "LSTM",
+    "MLP",
+    "VAE",
+    "VGG",
+    "ConvNeXt",
+    "LastByte",
+    "MLPs",
+    "Mixer",
+    "ResNet",
+    "TextClassifier",
+    "UNet",
+    "ViT",
+    "add_lora",
+]
 
 
 class MLP(nn.Sequential):
@@ -45,15 +60,18 @@ class MLPs(nn.Module):
         return x
 
 
+Norm = Callable[[int], nn.Module]
+
+
 class _Residual(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.norm1, self.norm2 = norm(outputs), norm(outputs)
         self.skip: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
-            self.skip = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.skip = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
@@ -87,15 +105,24 @@ class ResNet(nn.Module):
     `shrink` pools the pictures first, for slow machines.
     """
 
-    def __init__(self, channels: int, classes: int, *, width: int, blocks: Sequence[int], shrink: int = 1) -> None:
+    def __init__(
+        self,
+        channels: int,
+        classes: int,
+        *,
+        width: int,
+        blocks: Sequence[int],
+        shrink: int = 1,
+        norm: Norm = nn.BatchNorm2d,
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.AvgPool2d(shrink)] if shrink > 1 else []
-        layers += [nn.Conv2d(channels, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        layers += [nn.Conv2d(channels, width, 3, 1, 1, bias=False), norm(width), nn.ReLU()]
         size = width
         for stage, count in enumerate(blocks):
             for block in range(count):
                 outputs = width * 2**stage
-                layers.append(_Residual(size, outputs, stride=2 if stage and not block else 1))
+                layers.append(_Residual(size, outputs, 2 if stage and not block else 1, norm))
                 size = outputs
         self.body, self.head = nn.Sequential(*layers), nn.Linear(size, classes)
 
@@ -176,6 +203,94 @@ class ViT(nn.Module):
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h).mean(1))
+
+
+class _ConvNeXtBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.space, self.norm = nn.Conv2d(width, width, 7, 1, 3, groups=width), nn.GroupNorm(1, width)
+        self.up, self.down = nn.Conv2d(width, 4 * width, 1), nn.Conv2d(4 * width, width, 1)
+        self.scale = nn.Parameter(torch.full((width, 1, 1), 1e-2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(self.space(x)))))
+
+
+class ConvNeXt(nn.Sequential):
+    """Three stages of large depthwise convolutions, whose branches start almost closed."""
+
+    def __init__(self, channels: int, classes: int, *, width: int) -> None:
+        layers: list[nn.Module] = [nn.Conv2d(channels, width, 2, 2)]
+        for stage in range(3):
+            if stage:
+                layers += [nn.GroupNorm(1, width), nn.Conv2d(width, 2 * width, 2, 2)]
+                width *= 2
+            layers += [_ConvNeXtBlock(width) for _ in range(2)]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(width), nn.Linear(width, classes))
+
+
+class _MixerBlock(nn.Module):
+    def __init__(self, patches: int, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.tokens = nn.Sequential(nn.Linear(patches, 2 * patches), nn.GELU(), nn.Linear(2 * patches, patches))
+        self.channels = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.tokens(self.norm1(x).mT).mT
+        return x + self.channels(self.norm2(x))
+
+
+class Mixer(nn.Module):
+    """An MLP-Mixer of four blocks."""
+
+    def __init__(self, channels: int, pixels: int, classes: int, *, width: int, patch: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.blocks = nn.Sequential(*(_MixerBlock((pixels // patch) ** 2, width) for _ in range(4)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.patches(x).flatten(2).mT)).mean(1))
+
+
+class VAE(nn.Module):
+    """A variational autoencoder of rows, with a code of 16 numbers."""
+
+    def __init__(self, inputs: int, *, width: int, code: int = 16) -> None:
+        super().__init__()
+        self.encoder = MLP(inputs, (width, width), 2 * code)
+        self.decoder = MLP(code, (width, width), inputs)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The row seen again from its code, and the code's mean and logarithmic variance."""
+        mean, log_variance = self.encoder(x).chunk(2, 1)
+        return self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp()), mean, log_variance
+
+
+class LSTM(nn.Module):
+    """A recurrent language model of bytes."""
+
+    def __init__(self, *, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
+        self.body = nn.LSTM(width, width, layers, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.tokens(x))[0])
+
+
+class TextClassifier(nn.Module):
+    """A post-norm transformer on bytes, with dropout and mean pooling."""
+
+    def __init__(self, classes: int, *, length: int, width: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, batch_first=True)
+        self.body, self.head = nn.TransformerEncoder(layer, layers), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.tokens(x) + self.places.weight).mean(1))
 
 
 # ------------------------------------------------------------------------------------------------ diffusion

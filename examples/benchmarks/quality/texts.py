@@ -15,7 +15,7 @@ from task import Base, Build, Problem, Size, Task, batches, half_decades
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["rows_of_texts"]
+__all__ = ["language", "rows_of_texts"]
 
 _GPT: dict[Size, tuple[dict[str, int], int]] = {
     "smoke": ({"width": 16, "layers": 1, "length": 16}, 4),
@@ -48,20 +48,23 @@ def rows_of_texts(size: Size, folder: Path | None, encoder: str | None, cache: P
 # ------------------------------------------------------------------------------------------------ language models
 
 
-def _language(
+def language(
     folder: Path | None,
     name: str,
-    shape: dict[str, int],
+    network: Callable[[], nn.Module],
+    length: int,
     batch: int,
     seeds: Sequence[int],
     device: torch.device,
     *,
     start: Callable[[torch.device], dict[str, Tensor]] | None = None,
     lora: bool = False,
+    static: bool = True,
 ) -> Task:
+    """The task of predicting each byte of a text from those before it."""
     torch.manual_seed(seeds[0])
     train, test = (t.to(device) for t in data.text(folder, name))
-    model = models.GPT(**shape)
+    model = network()
     if start is not None:
         model.load_state_dict(start(device))
     if lora:
@@ -69,7 +72,7 @@ def _language(
         models.add_lora(model)
     model.to(device)
     generator = torch.Generator(device).manual_seed(seeds[0])
-    window = torch.arange(shape["length"] + 1, device=device)
+    window = torch.arange(length + 1, device=device)
 
     def windows(source: Tensor, count: int, at: torch.Generator) -> Tensor:
         first = torch.randint(0, len(source) - len(window), (count, 1), generator=at, device=device)
@@ -90,7 +93,22 @@ def _language(
             found[part] = torch.stack([losses(some) for some in chosen.split(32)]).mean(0)
         return found
 
-    return Task([model], draw, losses, evaluate)
+    return Task([model], draw, losses, evaluate, static)
+
+
+def _language(
+    folder: Path | None,
+    name: str,
+    shape: dict[str, int],
+    batch: int,
+    seeds: Sequence[int],
+    device: torch.device,
+    *,
+    start: Callable[[torch.device], dict[str, Tensor]] | None = None,
+    lora: bool = False,
+) -> Task:
+    network = functools.partial(models.GPT, **shape)
+    return language(folder, name, network, shape["length"], batch, seeds, device, start=start, lora=lora)
 
 
 def _pretrained(
