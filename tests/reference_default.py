@@ -22,7 +22,7 @@ import torch
 from reference import Around, BaseFactory, Tensors, Vector, inner
 from torch import Tensor
 
-PRIOR = 0.5
+PRIOR = 0.4
 """How far a step should move the weights, as a share of their size."""
 
 

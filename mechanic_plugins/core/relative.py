@@ -26,9 +26,9 @@ import math
 
 from mechanic_plugins.core.row import Products, Row
 
-__all__ = ["BEGINNING", "GAIN", "OUTLIER", "POWER", "PRIOR", "START", "WINDOW", "advance", "restart", "walk"]
+__all__ = ["BEGINNING", "GAIN", "JUMP", "OUTLIER", "POWER", "PRIOR", "START", "WINDOW", "advance", "restart", "walk"]
 
-PRIOR = 0.5
+PRIOR = 0.4
 """How far a step should move the weights, as a share of their size."""
 POWER = 0.375
 """How the size grows with the number of weights: 1/2 would make it grow like their norm."""
@@ -43,6 +43,8 @@ BEGINNING = 3
 OUTLIER = 100.0
 """Gradients this many times longer than any before are skipped. Each skip raises the limit by the same factor, so that
 gradients that really have grown are skipped only once or twice."""
+JUMP = 20.0
+"""An early update this many times longer than those before it is taken back: the evidence could hardly correct more."""
 
 
 def advance(row: Row, sums: Products, lr: float) -> None:
@@ -80,7 +82,7 @@ def walk(row: Row, before: float, lr: float) -> None:
 
 def restart(row: Row, dd: float) -> bool:
     """Starts over with the new update length if the last step was absurdly long. Returns whether it was."""
-    if not 0 < (OUTLIER * row.length) ** 2 * row.path < dd or row.played == 0:
+    if not 0 < (JUMP * row.length) ** 2 * row.path < dd or row.played == 0:
         return False
     row.length = min(math.sqrt(dd / row.path), OUTLIER**2 * row.length)
     row.r, row.v, row.m = [0.0], [0.0], [0.0]

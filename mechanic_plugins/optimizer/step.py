@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.param_state import is_16_bit
-from mechanic_plugins.core.relative import OUTLIER, restart
+from mechanic_plugins.core.relative import JUMP, OUTLIER, restart
 from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.tuner import SUMS, Decision, clip_factor
 from mechanic_plugins.core.tuner_state import TunerState, initial_state
@@ -239,7 +239,7 @@ class MechanicOptimizer(Wrapper):
         progress.tuner = progress.tuner.with_rows(rows, before.counts)
         self._keeper.return_to_start(lost)
         warnings.warn(
-            f"an update of {type(self.base).__name__} was more than {OUTLIER:g} times as long as those before it and "
+            f"an update of {type(self.base).__name__} was more than {JUMP:g} times as long as those before it and "
             "was dropped: the weights are back where they started, and the scale uses the new length.",
             stacklevel=4,
         )

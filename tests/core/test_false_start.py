@@ -109,11 +109,11 @@ def fit(build: Any, *, loss_scale: float = 1.0, dtype: torch.dtype = torch.float
 
 
 @pytest.mark.parametrize(
-    ("loss_scale", "dtype"), [(1e-3, torch.float32), (1e-6, torch.float32), (1e-3, torch.bfloat16)], ids=str
+    ("loss_scale", "dtype"), [(3e-3, torch.float32), (1e-3, torch.float32), (1e-6, torch.float32), (1e-3, torch.bfloat16)], ids=str
 )
 def test_radam_survives_its_sixth_update(loss_scale: float, dtype: torch.dtype) -> None:
     """Its first five are as long as the gradients and the sixth is Adam's, which moved the weights by 1e4 and more."""
-    with pytest.warns(UserWarning, match="an update of RAdam was more than 100 times as long"):
+    with pytest.warns(UserWarning, match="an update of RAdam was more than 20 times as long"):
         assert fit(lambda model: torch.optim.RAdam(model.parameters()), loss_scale=loss_scale, dtype=dtype) < 0.1
 
 
@@ -128,7 +128,7 @@ def test_only_the_group_that_jumped_goes_back() -> None:
     opt.state[steady]["steps"] = 1
     jumps.grad, steady.grad = torch.ones_like(jumps), torch.ones_like(steady)
     opt.step()
-    with pytest.warns(UserWarning, match="an update of StartsWithNothing was more than 100 times as long"):
+    with pytest.warns(UserWarning, match="an update of StartsWithNothing was more than 20 times as long"):
         opt.step()
     assert torch.equal(jumps, torch.ones_like(jumps))
     assert 0.5 < steady.min() < 1

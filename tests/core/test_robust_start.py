@@ -18,6 +18,7 @@ from mechanic_plugins.lion import Lion
 
 STEPS = 300
 LATE = 60
+SEEDS = 4
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
     "SGD-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -95,14 +96,14 @@ def together(seeds: int) -> dict[str, list[Run]]:
         "head of zeros": [Run(seed=seed, head_of_zeros=True) for seed in range(seeds)],
         "late": [Run(lambda step: None if step < LATE else 1.0, seed=seed) for seed in range(2)],
         "zeros": [Run(lambda step: float(step >= LATE), seed=seed) for seed in range(2)],
-        "first times 1e4": [Run(lambda step: 1e4 if step == 0 else 1.0)],
-        "first times 0": [Run(lambda step: float(step > 0))],
+        "first times 1e4": [Run(lambda step: 1e4 if step == 0 else 1.0, seed=seed) for seed in range(seeds)],
+        "first times 0": [Run(lambda step: float(step > 0), seed=seed) for seed in range(seeds)],
     }
 
 
 @functools.cache
 def losses(base: str) -> dict[str, Tensor]:
-    kinds = together(4)
+    kinds = together(SEEDS)
     ends = torch.tensor(final_losses(BASES[base], *(run for runs in kinds.values() for run in runs)))
     return dict(zip(kinds, ends.split([len(runs) for runs in kinds.values()]), strict=True))
 
@@ -124,8 +125,11 @@ def ratio(losses: Tensor, others: Tensor) -> float:
 @pytest.mark.parametrize(("base", "kind"), PAIRS)
 def test_a_gradient_that_is_far_off_does_not_decide_the_run(base: str, kind: str) -> None:
     """A first one of 1e-4 made SGD end at inf; one of 1e6 cut AdamW's learning rate a thousandfold for good."""
-    [disturbed] = final_losses(BASES[base], Run(DISTURBED[kind])) if kind in DISTURBED else losses(base)[kind]
-    assert disturbed <= 1.05 * losses(base)["undisturbed"][0]
+    if kind in DISTURBED:
+        disturbed = torch.tensor(final_losses(BASES[base], *(Run(DISTURBED[kind], seed=seed) for seed in range(SEEDS))))
+    else:
+        disturbed = losses(base)[kind]
+    assert ratio(disturbed, losses(base)["undisturbed"]) <= 1.05
 
 
 @pytest.mark.slow
