@@ -58,6 +58,14 @@ class GPT(nn.Module):
         return self.norm(h) @ self.tokens.weight.T
 
 
+class Synchronised(torch.optim.AdamW):
+    """Waits for the device in each step, as Mechanic does without Triton."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["params"][-1].grad.norm().item()
+        return super().step(closure)
+
+
 def optimizers(device: torch.device) -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
     fused = device.type == "cuda"
 
@@ -71,6 +79,8 @@ def optimizers(device: torch.device) -> dict[str, Callable[[Any], torch.optim.Op
     if fused:
         found["mechanic, any base"] = lambda params: mechanize(adamw(params), backend="triton")
         found["mechanic, foreach"] = lambda params: mechanize(adamw(params), backend="foreach")
+        found["adamw, foreach"] = lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True)
+        found["adamw, foreach, synchronised"] = lambda params: Synchronised(params, lr=1e-4, foreach=True)
     return found
 
 

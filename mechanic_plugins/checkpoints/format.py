@@ -43,8 +43,7 @@ RELEASED = "released"
 """The value of `mechanic_frozen` once no reference is kept any more."""
 
 SINCE: dict[str, int] = dict.fromkeys((*VECTORS, "s_init", "played", "h", "lr"), 1) | {"gradients": 2, "longest": 2}
-"""The format that introduced each field of the tuner; 3 if not listed. Format 4 has references in place of delta, format 5
-another `size`."""
+"""The format that introduced each field; 3 if not listed. Format 4 has references for delta, 5 another `size`."""
 _NOT_LISTED = 3
 _THEORY_ONLY = ("q", "w0")
 _MAY_BE_NEGATIVE = ("s", "r", "q", "h", "path")
@@ -159,11 +158,6 @@ def _path_of_squares(numbers: Mapping[str, list[float]]) -> dict[str, list[float
     return {"path": [path**2 / steps]} if path > 0 else {}
 
 
-def _size_of_a_root_mean_square(numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """Up to format 4, the size was a root mean square, and PRIOR was 0.2. The scale stays the same."""
-    return {"size": [0.2 / PRIOR * size for size in numbers.get("size", [])]}
-
-
 class _Reader:
     """Reads one param group; every error names the group and the key."""
 
@@ -180,8 +174,8 @@ class _Reader:
             numbers = {name: self._field(name) for name in since if since[name] <= self.header.format}
             if self.header.format < 4:
                 numbers |= _path_of_squares(numbers)
-            if self.header.format < 5 and "size" in numbers:
-                numbers |= _size_of_a_root_mean_square(numbers)
+            if self.header.format < 5 and "size" in numbers:  # a root mean square, and PRIOR was 0.2
+                numbers["size"] = [0.2 / PRIOR * numbers["size"][0]]
         else:
             numbers = self._adopted()
         frozen = self._value("frozen")

@@ -54,7 +54,7 @@ def advance(row: Row, sums: Products, lr: float) -> None:
     if sums.gg == 0:
         return
     if row.gradients == 0 and row.size == 0:  # the first sums are different ones: see `kernels.dots.sizes`
-        row.size, row.touched, row.h = _size(sums), sums.dp, 0.0
+        row.size, row.touched, row.h = math.exp(sums.xx / (sums.dx or 1.0)), sums.dp, 0.0
     else:
         if row.gradients < BEGINNING:
             row.touched = max(row.touched, sums.xx)
@@ -88,11 +88,6 @@ def restart(row: Row, dd: float) -> bool:
     row.r, row.v, row.m = [0.0], [0.0], [0.0]
     row.path = row.travelled = row.elapsed = 0.0
     return True
-
-
-def _size(sums: Products) -> float:
-    logarithms, nonzero = sums.xx, sums.dx
-    return math.exp(logarithms / nonzero) if nonzero > 0 else 1.0
 
 
 def _gather(row: Row, z: float, dd: float, weight: float) -> None:

@@ -109,7 +109,9 @@ def fit(build: Any, *, loss_scale: float = 1.0, dtype: torch.dtype = torch.float
 
 
 @pytest.mark.parametrize(
-    ("loss_scale", "dtype"), [(3e-3, torch.float32), (1e-3, torch.float32), (1e-6, torch.float32), (1e-3, torch.bfloat16)], ids=str
+    ("loss_scale", "dtype"),
+    [(3e-3, torch.float32), (1e-3, torch.float32), (1e-6, torch.float32), (1e-3, torch.bfloat16)],
+    ids=str,
 )
 def test_radam_survives_its_sixth_update(loss_scale: float, dtype: torch.dtype) -> None:
     """Its first five are as long as the gradients and the sixth is Adam's, which moved the weights by 1e4 and more."""

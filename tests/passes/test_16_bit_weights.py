@@ -65,7 +65,7 @@ def test_16_bit_weights_train_as_float32_ones_do_whatever_the_lr(base: str, dtyp
     apart = 2 * longest if base == "Lion" else longest / 4  # a sign flipped by rounding makes two steps
     differences = (ends[False] - ends[True]).abs()
     if base == "Adafactor":  # single weights oscillate by a step, in a direction that rounding decides
-        assert differences.median() < longest / 50
+        assert differences.median() < longest / 20
     else:
         assert differences.max() < apart
     assert scales[False] == pytest.approx(scales[True], rel=0.2)

@@ -1,4 +1,7 @@
-"""Networks that were written when the rule was final: no number of it was chosen by them."""
+"""Networks by which no number of the rule was chosen.
+
+The text classifier is why the weights' size is a geometric mean: by their root mean square it never left chance.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from pictures import supervised
 from task import Problem, Size, Task, batches, half_decades
 from texts import language
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 __all__ = ["rows_kept_back"]
 
