@@ -40,8 +40,12 @@ ONE_OF_EACH_FAMILY = {
     "GPT tuned": "GPT tuned, adamw, 75 steps",
     "GPT with LoRA": "GPT with LoRA, adamw, 200 steps",
     "schedules": "digits, adamw, MLP, restarts",
+    "kept back": "LSTM, adamw",
 }
-OTHERS = ("collapse, random labels", "collapse, tied embeddings", "collapse, adam, decay 0.01, cosine", "digits, adamw")
+OTHERS = (
+    *("collapse, random labels", "collapse, tied embeddings", "collapse, adam, decay 0.01, cosine", "digits, adamw"),
+    *("ConvNeXt, adamw", "ResNet with group norm, sgd, constant", "Mixer, adamw, wsd", "VAE, adam, constant"),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
