@@ -49,7 +49,7 @@ class Rule:
         weights = np.concatenate([p.numpy().ravel() for p in x])
         nonzero = np.abs(weights[weights != 0])
         touched = sum(int((p != 0).sum()) for p in g)
-        typical = float(np.exp(np.log(nonzero).mean())) if len(nonzero) else 1.0
+        typical = float(np.exp(np.log(nonzero).mean())) if len(nonzero) else 0.5
         self.size = touched**0.375 * typical
         self.typical, self.touched = typical, touched
 

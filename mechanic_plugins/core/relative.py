@@ -32,6 +32,8 @@ PRIOR = 0.4
 """How far a step should move the weights, as a share of their size."""
 POWER = 0.375
 """How the size grows with the number of weights: 1/2 would make it grow like their norm."""
+_OF_ZEROS = 0.5
+"""The size of a typical weight if all of them are 0."""
 START = 2.0
 """The first update counts as this many times its length, because the next ones point the same way."""
 GAIN = 3.0
@@ -54,7 +56,7 @@ def advance(row: Row, sums: Products, lr: float) -> None:
     if sums.gg == 0:
         return
     if row.gradients == 0 and row.size == 0:  # the first sums are different ones: see `kernels.dots.sizes`
-        row.size, row.touched, row.h = math.exp(sums.xx / (sums.dx or 1.0)), sums.dp, 0.0
+        row.size, row.touched, row.h = math.exp(sums.xx / sums.dx) if sums.dx else _OF_ZEROS, sums.dp, 0.0
     else:
         if row.gradients < BEGINNING:
             row.touched = max(row.touched, sums.xx)

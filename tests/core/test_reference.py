@@ -307,10 +307,10 @@ def test_the_default_rule_by_hand() -> None:
     assert judge.vectors("s") == pytest.approx([PRIOR * size / (2 * U) * math.exp(3 * rho)], rel=1e-14)
 
 
-def test_weights_of_zero_count_as_ones() -> None:
+def test_weights_of_zero_count_as_halves() -> None:
     judge = default(vector(0.0, 0.0))
     judge.step([vector(1.0, 1.0)])
-    assert judge.parts[0].size == 2**0.375
+    assert judge.parts[0].size == 0.5 * 2**0.375
 
 
 @pytest.mark.parametrize("key", ["lr", "initial_lr", "max_lr"])
