@@ -166,8 +166,9 @@ _PAGE = """# How good is the learned learning rate?
 Made by `run.py` and `report.py` beside this folder; {runs} runs, up to {seeds} seeds. Each figure compares a method
 with the best learning rate of a half-decade sweep of the base, best by the same measure and the mean over the seeds.
 Errors are given in percentage points above it (0 is as good as the sweep), losses as the ratio to it (1 is); less is
-better, and negative or below 1 is better than the whole sweep. Mechanic and its peers run once, with their defaults.
-Methods stand in the order of their mean rank, by validation first and training loss second.
+better, and negative or below 1 is better than the whole sweep. Mechanic and its peers run once, with their defaults
+where their name gives no number. Methods stand in the order of their mean rank, by validation first and training loss
+second.
 
 ## Validation, by family: mean (worst problem)
 
