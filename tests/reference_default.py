@@ -2,7 +2,7 @@
 
 All that is kept of past moves is the weights' displacement D = x - x_ref. For the parameters that share a scale:
 
-    size  = (number of nonzero gradients)^(3/8) * geometric mean of |x| over the nonzero weights
+    size  = (number of nonzero gradients)^(3/8) * the cubed mean of min(|x|, 1)^(1/3) over the nonzero weights
     w     = lr / highest lr: the weight of a step
     p     = w * S / mean of S over the run, at most w: the weight of its evidence
     U^2   = the mean of |D|^2 / sum((S * lr)^2) over the run, by w; at first U = 2 |u| / lr of an update not applied
@@ -22,7 +22,7 @@ import torch
 from reference import Around, BaseFactory, Tensors, Vector, inner
 from torch import Tensor
 
-PRIOR = 0.4
+PRIOR = 0.35
 """How far a step should move the weights, as a share of their size."""
 
 
@@ -49,7 +49,7 @@ class Rule:
         weights = np.concatenate([p.numpy().ravel() for p in x])
         nonzero = np.abs(weights[weights != 0])
         touched = sum(int((p != 0).sum()) for p in g)
-        typical = float(np.exp(np.log(nonzero).mean())) if len(nonzero) else 0.5
+        typical = float(np.cbrt(nonzero.clip(max=1)).mean() ** 3) if len(nonzero) else 0.5
         self.size = touched**0.375 * typical
         self.typical, self.touched = typical, touched
 

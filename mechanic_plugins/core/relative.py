@@ -5,7 +5,7 @@ therefore tells how long the base's updates are, U, and the scale follows from U
 with each gradient, z = <x_ref - x, g> tells whether the loss would now be lower had the run moved further (z > 0,
 favourable) or less far (z < 0, adverse). In full:
 
-    size = the geometric mean of the nonzero weights, times N ** POWER, with N the number of trained weights
+    size = mean(|x| ** (1 / 3)) ** 3 of the nonzero weights, times N ** POWER, with N the number of trained weights
     U    = |x - x_ref| / sqrt(sum((S * lr)^2)), as a root mean square over the run; START * |u| at first
     rho  = sum(z) / sqrt(sum(z^2) * WINDOW), -1 < rho < 1
     S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho)
@@ -15,9 +15,9 @@ the fraction of it that one step may change. The sums of z are moving sums over 
 hold fewer, and count for less. A step is weighted by its learning rate relative to the highest one. Where the scale is
 below the run's mean, its evidence is also weighted by that ratio: steps that hardly move say little.
 
-The geometric mean tells how large a typical weight is; a root mean square would be that of an embedding, of the gains
-of the norms, or of an output bias set to the targets' mean. N counts the weights with a gradient in one of the first
-`BEGINNING` steps: few rows of a large embedding get one, and layers behind a layer of zeros get none in the first step.
+The cube roots tell how large a typical weight is; a root mean square would be that of an embedding or of the norms'
+gains, a geometric mean that of filters that died. A weight above 1, such as an output bias, counts as 1. N counts the
+weights with a gradient in one of the first `BEGINNING` steps: layers behind a layer of zeros get none in the first one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mechanic_plugins.core.row import Products, Row
 
 __all__ = ["BEGINNING", "GAIN", "JUMP", "OUTLIER", "POWER", "PRIOR", "START", "WINDOW", "advance", "restart", "walk"]
 
-PRIOR = 0.4
+PRIOR = 0.35
 """How far a step should move the weights, as a share of their size."""
 POWER = 0.375
 """How the size grows with the number of weights: 1/2 would make it grow like their norm."""
@@ -56,7 +56,7 @@ def advance(row: Row, sums: Products, lr: float) -> None:
     if sums.gg == 0:
         return
     if row.gradients == 0 and row.size == 0:  # the first sums are different ones: see `kernels.dots.sizes`
-        row.size, row.touched, row.h = math.exp(sums.xx / sums.dx) if sums.dx else _OF_ZEROS, sums.dp, 0.0
+        row.size, row.touched, row.h = (sums.xx / sums.dx) ** 3 if sums.dx else _OF_ZEROS, sums.dp, 0.0
     else:
         if row.gradients < BEGINNING:
             row.touched = max(row.touched, sums.xx)

@@ -120,13 +120,13 @@ def reals(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sizes(xs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[float]:
-    """The sum of log(|x|) over the nonzero weights, their number, and the number of nonzero gradients.
+    """The sum of min(|x|, 1)^(1/3), the number of nonzero weights, and the number of nonzero gradients.
 
     Waits for the device. The tensors may be shards: the numbers of all ranks are added up.
     """
-    found = [torch.stack([_logarithms(x), x.count_nonzero().double()]) for x in xs]
-    logarithms, nonzero = torch.stack(found).sum(0).tolist()
-    return [logarithms, nonzero, count_nonzero(grads)]
+    found = [torch.stack([_roots(x), x.count_nonzero().double()]) for x in xs]
+    roots, nonzero = torch.stack(found).sum(0).tolist()
+    return [roots, nonzero, count_nonzero(grads)]
 
 
 def count_nonzero(grads: Sequence[Tensor]) -> float:
@@ -134,6 +134,7 @@ def count_nonzero(grads: Sequence[Tensor]) -> float:
     return float(torch.stack([grad.count_nonzero() for grad in grads]).sum())
 
 
-def _logarithms(x: Tensor) -> Tensor:
-    sizes = x.detach().to(torch.promote_types(x.dtype, torch.float32)).abs()
-    return sizes.masked_fill_(sizes == 0, 1.0).log_().sum(dtype=torch.float64)
+def _roots(x: Tensor) -> Tensor:
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    # adding 0 * x keeps NaN and infinity from being clamped away
+    return wide.abs().clamp_(max=1.0).pow_(1 / 3).add_(wide, alpha=0).sum(dtype=torch.float64)

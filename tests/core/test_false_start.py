@@ -114,9 +114,9 @@ def fit(build: Any, *, loss_scale: float = 1.0, dtype: torch.dtype = torch.float
     ids=str,
 )
 def test_radam_survives_its_sixth_update(loss_scale: float, dtype: torch.dtype) -> None:
-    """Its first five are as long as the gradients and the sixth is Adam's, which moved the weights by 1e4 and more."""
+    """Its first five are as long as the gradients and the sixth is Adam's. Lost weights end at a loss of 9 and more."""
     with pytest.warns(UserWarning, match="an update of RAdam was more than 20 times as long"):
-        assert fit(lambda model: torch.optim.RAdam(model.parameters()), loss_scale=loss_scale, dtype=dtype) < 0.1
+        assert fit(lambda model: torch.optim.RAdam(model.parameters()), loss_scale=loss_scale, dtype=dtype) < 0.3
 
 
 def test_a_first_update_that_is_next_to_nothing() -> None:

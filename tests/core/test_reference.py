@@ -280,22 +280,22 @@ def default(start: Tensor, lr: float = 1.0, **options: Any) -> Default:
 
 
 def test_the_default_rule_by_hand() -> None:
-    # x = (1, 0, 4): the geometric mean of the nonzero weights is 2. Two elements have a gradient.
+    # x = (1/64, 0, 4): 4 counts as 1, so the mean cube root of the nonzero weights is 5/8. Two have a gradient.
     # g = (3, 4, 0): u = -(3, 4, 0) is not applied. Then U = 2 * 5 / 2 with lr 2, and S = PRIOR size / (2 * 5).
-    size = 2 * 2**0.375
-    judge, x_0 = default(vector(1.0, 0.0, 4.0), 2.0), vector(1.0, 0.0, 4.0)
+    size = (5 / 8) ** 3 * 2**0.375
+    judge, x_0 = default(vector(1 / 64, 0.0, 4.0), 2.0), vector(1 / 64, 0.0, 4.0)
     judge.step([vector(1.5, 2.0, 0.0)])
     assert torch.equal(judge.x[0], x_0)
     judge.step([vector(1.0, 0.0, 0.0)])
     S_1 = PRIOR * size / (2 * 5)
     assert judge.vectors("s") == pytest.approx([S_1], rel=1e-15)
-    assert judge.x[0].tolist() == pytest.approx([1 - S_1 * 2, 0, 4], rel=1e-15)
+    assert judge.x[0].tolist() == pytest.approx([1 / 64 - S_1 * 2, 0, 4], rel=1e-15)
     # |D| = 2 S after one step of 2 S: a length of 1, averaged with 5. z = 2 S * 4 is the only one: rho = 1 / sqrt(40).
     judge.step([vector(4.0, 0.0, 0.0)])
     U = math.sqrt((5**2 + 1) / 2)
     S_2 = PRIOR * size / (2 * U) * math.exp(3 / math.sqrt(40))
     assert judge.vectors("s") == pytest.approx([S_2], rel=1e-14)
-    assert judge.x[0][0].item() == pytest.approx(1 - 2 * S_1 - 8 * S_2, rel=1e-14)
+    assert judge.x[0][0].item() == pytest.approx(1 / 64 - 2 * S_1 - 8 * S_2, rel=1e-14)
     # Now |D| = 2 S_1 + 8 S_2, and z is negative. At half the lr it counts half, and the past fades half as much.
     D, w = 2 * S_1 + 8 * S_2, 0.5
     kept, z_1, z_2 = 1 - w / 40, 8 * S_1, -2 * D
@@ -324,11 +324,11 @@ def test_the_highest_lr_is_the_announced_one(key: str) -> None:
 
 
 def test_a_penalty_by_hand() -> None:
-    # x = 4, decay 0.5, g = 1: U = 2 * 3, S = PRIOR * 4 / 6. Then D = -S * 3, and z = 3 S * (1 + x / 2).
+    # x = 4, which counts as 1, decay 0.5, g = 1: U = 2 * 3, S = PRIOR / 6. Then D = -S * 3, and z = 3 S * (1 + x / 2).
     judge = default(vector(4.0), weight_decay=0.5)
     for _ in range(3):
         judge.step([vector(1.0)])
-    S = PRIOR * 4 / 6
+    S = PRIOR / 6
     assert judge.parts[0].r == pytest.approx(3 * S * (1 + (4 - 3 * S) / 2), rel=1e-14)
     assert judge.parts[0].h == pytest.approx(-3 * (1 + (4 - 3 * S) / 2), rel=1e-14)
 

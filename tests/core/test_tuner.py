@@ -56,7 +56,7 @@ def walk(seed: int, steps: int, lr: float = 1.0, factor: float = 1.0) -> list[fl
     for t in range(steps):
         g = factor * (curvature * x + generator.normal(size=8))
         d = x - x_0 if rows[0].played > 0 else waiting
-        sums = [d @ g, g @ g, np.log(np.abs(x)).sum() if t == 0 else x @ x, 8 if t == 0 else d @ x]
+        sums = [d @ g, g @ g, np.cbrt(np.abs(x)).sum() if t == 0 else x @ x, 8 if t == 0 else d @ x]
         outcome = step(rows, [*sums, d @ d, 8 if t == 0 else 0], lrs=[lr])
         waiting = waiting - lr * g
         x = x - outcome.afters[0] * lr * g
@@ -65,8 +65,8 @@ def walk(seed: int, steps: int, lr: float = 1.0, factor: float = 1.0) -> list[fl
 
 
 def test_the_default_rule_by_hand() -> None:
-    """With lr 0.5: size = exp(3 / 2), of 4 and then 9 elements; U = 2 / 0.5, then sqrt(10)."""
-    rows, s_1 = rows_of(Settings()), PRIOR * math.exp(3 / 2) * 9**0.375 / 2
+    """With lr 0.5: size = (3 / 2)^3, of 4 and then 9 elements; U = 2 / 0.5, then sqrt(10)."""
+    rows, s_1 = rows_of(Settings()), PRIOR * (3 / 2) ** 3 * 9**0.375 / 2
     assert step(rows, FIRST, lrs=[0.5]).afters == [0.0]
     outcome = step(rows, STEPS[0], lrs=[0.5])
     assert outcome == Decision(True, False, 1.0, [0.0], [pytest.approx(s_1, rel=1e-15)])
