@@ -1,6 +1,6 @@
 """Networks by which no number of the rule was chosen.
 
-The text classifier is why the weights' size is a geometric mean: by their root mean square it never left chance.
+The text classifier is why the weights' size is no root mean square: by that, it never left chance.
 """
 
 from __future__ import annotations
