@@ -95,6 +95,23 @@ def test_a_run_ends_alike_with_an_output_bias_of_any_size(base: str) -> None:
     assert 0.8 <= losses[1] / losses[0] <= 1.25
 
 
+@pytest.mark.parametrize(("share", "size"), [(0.15, 1.0), (0.3, 1e-6)], ids=["embedding", "dead filters"])
+def test_a_part_of_another_size_does_not_set_the_scale(share: float, size: float) -> None:
+    """A root mean square would be 7 times as large with the embedding, a geometric mean 23 times smaller with 1e-6."""
+    scales = []
+    for changed in (0, int(share * 10_000)):
+        generator = torch.Generator().manual_seed(0)
+        weights = 0.2 * torch.rand(10_000, generator=generator) - 0.1
+        weights[:changed] = size * torch.randn(changed, generator=generator)
+        p = nn.Parameter(weights)
+        optimizer = mechanize(torch.optim.SGD([p], lr=1.0))
+        for _ in range(2):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        scales.append(optimizer.scale.item())
+    assert 1 / 3 < scales[1] / scales[0] < 2
+
+
 def test_weights_that_are_normalised_after_each_step_keep_their_rate() -> None:
     """As in nGPT, where the program and not the optimizer projects them onto a sphere."""
     rates = []
