@@ -1,6 +1,6 @@
 """Networks by which no number of the rule was chosen.
 
-The text classifier is why the weights' size is no root mean square: by that, it never left chance.
+The text classifier is why the weights' size is no root mean square: a form of the rule with that never left chance.
 """
 
 from __future__ import annotations
