@@ -2,13 +2,14 @@
 
 All that is kept of past moves is the weights' displacement D = x - x_ref. For the parameters that share a scale:
 
-    size  = (number of nonzero gradients)^(3/8) * the cubed mean of min(|x|, 1)^(1/3) over the nonzero weights
+    N     = the number of nonzero gradients
+    size  = the cubed mean of min(|x|, 1)^(1/3) over the nonzero weights at the start; at least |D| / sqrt(N) / e^3
     w     = lr / highest lr: the weight of a step
     p     = w * S / mean of S over the run, at most w: the weight of its evidence
     U^2   = the mean of |D|^2 / sum((S * lr)^2) over the run, by w; at first U = 2 |u| / lr of an update not applied
     z     = -<D, g>, including the penalty's gradient in g if the base adds one
     rho   = sum(p * z) / sqrt(sum(p * z^2) * 40); these sums fade by 1 - p / 40 per step
-    S     = PRIOR * size / (highest lr * U) * exp(3 * rho)
+    S     = PRIOR * size * N^(3/8) / (highest lr * U) * exp(3 * rho)
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Rule:
         self.h = 0.0  # z per unit of S
         self.highest_lr = 0.0
         self.gradients = 0
-        self.size = self.typical = 0.0
+        self.size = self.gone = 0.0
         self.touched = 0
         self.U = 0.0
         self.path = 0.0  # the sum of (S * lr)^2
@@ -49,15 +50,13 @@ class Rule:
         weights = np.concatenate([p.numpy().ravel() for p in x])
         nonzero = np.abs(weights[weights != 0])
         touched = sum(int((p != 0).sum()) for p in g)
-        typical = float(np.cbrt(nonzero.clip(max=1)).mean() ** 3) if len(nonzero) else 0.5
-        self.size = touched**0.375 * typical
-        self.typical, self.touched = typical, touched
+        self.size = float(np.cbrt(nonzero.clip(max=1)).mean() ** 3) if len(nonzero) else 0.5
+        self.touched = touched
 
     def count(self, g: Tensors) -> None:
         """Takes the largest count of three gradients: layers behind one that starts at 0 have none at first."""
         if self.gradients < 3:
             self.touched = max(self.touched, sum(int((p != 0).sum()) for p in g))
-            self.size = self.touched**0.375 * self.typical
 
     def gather(self, z: float, square: float, w: float) -> None:
         run = self.elapsed / self.highest_lr
@@ -73,7 +72,8 @@ class Rule:
         if self.U == 0 or self.highest_lr == 0:
             return
         rho = self.r / math.sqrt(40 * self.v) if self.v > 0 else 0.0
-        self.S = PRIOR * self.size / (self.highest_lr * self.U) * math.exp(3 * rho)
+        size = max(self.size, self.gone / math.sqrt(self.touched) / math.e**3) * self.touched**0.375
+        self.S = PRIOR * size / (self.highest_lr * self.U) * math.exp(3 * rho)
 
 
 class Default(Around):
@@ -140,6 +140,7 @@ class Default(Around):
             part.measure([self.x[i] for i in with_gradient], [g[i] for i in with_gradient])
             part.h = 0.0
         else:
+            part.gone = math.sqrt(inner(D, D)) if part.S > 0 else 0.0
             part.count([g[i] for i in part.indices if grads[i] is not None])
             if part.path > 0 and part.S > 0:
                 part.gather(-inner(D, pull), inner(D, D) / part.path, lr / part.highest_lr)

@@ -5,10 +5,10 @@ therefore tells how long the base's updates are, U, and the scale follows from U
 with each gradient, z = <x_ref - x, g> tells whether the loss would now be lower had the run moved further (z > 0,
 favourable) or less far (z < 0, adverse). In full:
 
-    size = mean(|x| ** (1 / 3)) ** 3 of the nonzero weights, times N ** POWER, with N the number of trained weights
+    size = mean(|x| ** (1 / 3)) ** 3 of the nonzero weights at the start; at least |x - x_ref| / sqrt(N) / FAR
     U    = |x - x_ref| / sqrt(sum((S * lr)^2)), as a root mean square over the run; START * |u| at first
     rho  = sum(z) / sqrt(sum(z^2) * WINDOW), -1 < rho < 1
-    S    = PRIOR * size / (highest lr * U) * exp(GAIN * rho)
+    S    = PRIOR * size * N ** POWER / (highest lr * U) * exp(GAIN * rho), with N the number of trained weights
 
 The norm of all weights grows like the square root of N, a good step more slowly: the larger the network, the smaller
 the fraction of it that one step may change. The sums of z are moving sums over the last `WINDOW` steps; early on they
@@ -16,8 +16,9 @@ hold fewer, and count for less. A step is weighted by its learning rate relative
 below the run's mean, its evidence is also weighted by that ratio: steps that hardly move say little.
 
 The cube roots tell how large a typical weight is; a root mean square would be that of an embedding or of the norms'
-gains, a geometric mean that of filters that died. A weight above 1, such as an output bias, counts as 1. N counts the
-weights with a gradient in one of the first `BEGINNING` steps: layers behind a layer of zeros get none in the first one.
+gains, a geometric mean that of filters that died. A weight above 1, such as an output bias, counts as 1. If all start
+close to 0, their distance from there says more. N counts the weights with a gradient in one of the first `BEGINNING`
+steps: layers behind a layer of zeros get none in the first one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import math
 
 from mechanic_plugins.core.row import Products, Row
 
-__all__ = ["BEGINNING", "GAIN", "JUMP", "OUTLIER", "POWER", "PRIOR", "START", "WINDOW", "advance", "restart", "walk"]
+__all__ = ["BEGINNING", "FAR", "GAIN", "OUTLIER", "POWER", "PRIOR", "START", "WINDOW", "advance", "restart", "walk"]
 
 PRIOR = 0.35
 """How far a step should move the weights, as a share of their size."""
@@ -45,8 +46,8 @@ BEGINNING = 3
 OUTLIER = 100.0
 """Gradients this many times longer than any before are skipped. Each skip raises the limit by the same factor, so that
 gradients that really have grown are skipped only once or twice."""
-JUMP = 20.0
-"""An early update this many times longer than those before it is taken back: the evidence could hardly correct more."""
+FAR = math.exp(GAIN)
+"""By how much an early update may be too long, or the weights too small at first: the evidence corrects no more."""
 
 
 def advance(row: Row, sums: Products, lr: float) -> None:
@@ -66,7 +67,8 @@ def advance(row: Row, sums: Products, lr: float) -> None:
             row.length = START * math.sqrt(sums.dd / row.path)
     row.gradients += 1
     if row.length > 0 and row.lr > 0:
-        first = PRIOR * row.size * row.touched**POWER / (row.lr * row.length)
+        gone = math.sqrt(sums.dd / row.touched) if row.played > 0 and row.path > 0 else 0.0
+        first = PRIOR * max(row.size, gone / FAR) * row.touched**POWER / (row.lr * row.length)
         row.s = [first * math.exp(GAIN * _rho(row))]
 
 
@@ -84,7 +86,7 @@ def walk(row: Row, before: float, lr: float) -> None:
 
 def restart(row: Row, dd: float) -> bool:
     """Starts over with the new update length if the last step was absurdly long. Returns whether it was."""
-    if not 0 < (JUMP * row.length) ** 2 * row.path < dd or row.played == 0:
+    if not 0 < (FAR * row.length) ** 2 * row.path < dd or row.played == 0:
         return False
     row.length = min(math.sqrt(dd / row.path), OUTLIER**2 * row.length)
     row.r, row.v, row.m = [0.0], [0.0], [0.0]

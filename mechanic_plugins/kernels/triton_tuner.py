@@ -14,7 +14,7 @@ from mechanic_plugins.core.tuner import CLIP_EPS
 
 # Use these only on the right of an operator: Triton's interpreter accepts constants nowhere else.
 _PRIOR, _POWER, _GAIN = map(tl.constexpr, (relative.PRIOR, relative.POWER, relative.GAIN))
-_WINDOW, _OUTLIER = map(tl.constexpr, (relative.WINDOW, relative.OUTLIER))
+_WINDOW, _OUTLIER, _FAR = map(tl.constexpr, (relative.WINDOW, relative.OUTLIER, relative.FAR))
 _CLIP_EPS = tl.constexpr(CLIP_EPS)
 
 _S, _R, _M, _V, _Q = (tl.constexpr(place) for place in range(5))
@@ -32,8 +32,7 @@ def tuner_kernel(
     """`decide`, with one program per tuner.
 
     `constants` holds the cap and the norm to clip to, `lrs` the base's lr for each tuner. The rows are followed by the
-    numbers of steps made and skipped. `scales` receives, per tuner, the scale, whether the step is made, and the factor
-    on the gradients.
+    numbers of steps made and skipped. `scales` receives, per tuner, the scale, whether the step is made, and `clip`.
     """
     program = tl.program_id(0)
     squares, is_finite = _squares(sums, tuners, NUMBERS)
@@ -121,9 +120,10 @@ def _advance(sums, old, new, clip, lr, played, moves):
     energy = v * tl.where(m > _WINDOW, m, m * 0.0 + _WINDOW)
     rho = tl.where(energy > 0, r / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
     unit = peak * length
-    size = tl.load(old + _SIZE) * tl.exp(tl.log(tl.load(old + _TOUCHED)) * _POWER)
-    first = size * _PRIOR / tl.where(unit > 0, unit, 1.0)
-    scale = first * tl.exp(rho * _GAIN)
+    touched, size = tl.load(old + _TOUCHED), tl.load(old + _SIZE)
+    gone = tl.where((played > 0) & (tl.load(old + _PATH) > 0), tl.load(sums + 4) / touched, 0.0)
+    size = tl.maximum(size, tl.sqrt(gone) / _FAR) * tl.exp(tl.log(touched) * _POWER)
+    scale = size * _PRIOR / tl.where(unit > 0, unit, 1.0) * tl.exp(rho * _GAIN)
     return tl.where(has_gradient & (unit > 0), scale, tl.load(old + _S))
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.checkpoints.state import Progress
 from mechanic_plugins.core.param_state import is_16_bit
-from mechanic_plugins.core.relative import JUMP, OUTLIER, restart
+from mechanic_plugins.core.relative import FAR, OUTLIER, restart
 from mechanic_plugins.core.row import Row
 from mechanic_plugins.core.tuner import SUMS, Decision, clip_factor
 from mechanic_plugins.core.tuner_state import TunerState, initial_state
@@ -227,19 +227,17 @@ class MechanicOptimizer(Wrapper):
         new = initial_state(constants, tuners=len(tuner), device=tuner.device)
         progress.tuner, progress.unit = new.with_rows(new.rows, (0.0, tuner.counts[1])), 0.0
 
-    def _undo_jump(
-        self, params: Sequence[Tensor], progress: Progress, before: TunerState, reduction: Reduction
-    ) -> None:
+    def _undo_jump(self, params: Sequence[Tensor], progress: Progress, was: TunerState, reduction: Reduction) -> None:
         """Puts the weights back to where they began if this step was absurdly long. The base keeps its state."""
         sums = self._sums(self._plan(progress, params, False), progress.tuner, reduction, {})
         rows, dds = [row.copy() for row in progress.tuner.rows], sums[SUMS.index("dd") : -1 : len(SUMS)]
         lost = [index for index, (row, dd) in enumerate(zip(rows, dds, strict=True)) if restart(row, dd)]
         if not lost:
             return
-        progress.tuner = progress.tuner.with_rows(rows, before.counts)
+        progress.tuner = progress.tuner.with_rows(rows, was.counts)
         self._keeper.return_to_start(lost)
         warnings.warn(
-            f"an update of {type(self.base).__name__} was more than {JUMP:g} times as long as those before it and "
+            f"an update of {type(self.base).__name__} was more than {FAR:.0f} times as long as those before it and "
             "was dropped: the weights are back where they started, and the scale uses the new length.",
             stacklevel=4,
         )

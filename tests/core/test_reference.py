@@ -307,10 +307,23 @@ def test_the_default_rule_by_hand() -> None:
     assert judge.vectors("s") == pytest.approx([PRIOR * size / (2 * U) * math.exp(3 * rho)], rel=1e-14)
 
 
+def test_far_from_the_start_by_hand() -> None:
+    # A weight of 1e-6: U = 2 for updates of 1. Put at 3, it has gone 3, far more than e^3 times its size.
+    judge = default(vector(1e-6))
+    for _ in range(2):
+        judge.step([vector(1.0)])
+    S_1 = PRIOR * 1e-6 / 2
+    assert judge.vectors("s") == pytest.approx([S_1], rel=1e-14)
+    judge.x[0].fill_(3.0 + 1e-6)
+    judge.step([vector(-1.0)])
+    U = math.sqrt((2**2 + (3 / S_1) ** 2) / 2)
+    assert judge.vectors("s") == pytest.approx([PRIOR * 3 / U * math.exp(3 / math.sqrt(40) - 3)], rel=1e-9)
+
+
 def test_weights_of_zero_count_as_halves() -> None:
     judge = default(vector(0.0, 0.0))
     judge.step([vector(1.0, 1.0)])
-    assert judge.parts[0].size == 0.5 * 2**0.375
+    assert judge.parts[0].size == 0.5
 
 
 @pytest.mark.parametrize("key", ["lr", "initial_lr", "max_lr"])

@@ -207,14 +207,38 @@ def test_the_cap_holds_in_sum_and_keeps_the_shares(rule: Rule, cap: float) -> No
 
 
 def test_the_evidence_moves_the_scale_by_a_bounded_factor() -> None:
-    """Holds however long the evidence agrees, as long as updates keep the length of the first."""
+    """Holds however long the evidence agrees, as long as updates keep the length of the first.
+
+    There are so many weights that ten thousand steps do not take them twenty times their size from the start.
+    """
     for sign, bound in ((-1.0, math.exp(3)), (1.0, math.exp(-3))):
-        rows = [played([FIRST, STEPS[0]])]
+        rows = [played([(*FIRST[:5], 1e16), STEPS[0]])]
         once, length = rows[0].played, rows[0].length
         for _ in range(10_000):
             step(rows, (sign, 1.0, 9.0, 0.0, length**2 * rows[0].path, 0.0))
         assert rows[0].length == pytest.approx(length, rel=1e-9)
         assert rows[0].played / once == pytest.approx(bound, rel=0.1)
+
+
+@pytest.mark.parametrize(("far", "times"), [(0.99, 1.0), (5.0, 5.0)])
+def test_far_from_the_start_the_distance_is_the_size(far: float, times: float) -> None:
+    """From twenty times the weights' size on, which is how far the evidence alone reaches."""
+    row = played([FIRST, *STEPS[:2]])
+    larger = row.copy()
+    larger.size *= times
+    square = row.touched * (far * math.exp(3) * row.size) ** 2
+    for each in (row, larger):
+        step([each], (-1.0, 4.0, 9.0, 0.0, square, 0.0))
+    assert row.played == pytest.approx(larger.played, rel=1e-12)
+
+
+def test_a_scale_taken_over_from_another_rule_knows_no_distance() -> None:
+    """There, size is in units that have nothing to do with the weights."""
+    rows = [played([FIRST, *STEPS[:2]]) for _ in range(2)]
+    for row, square in zip(rows, (1.0, 1e12), strict=True):
+        row.path = -1.0
+        step([row], (-1.0, 4.0, 9.0, 0.0, square, 0.0))
+    assert rows[0].played == rows[1].played
 
 
 def test_a_walk_that_goes_all_ways_keeps_the_scale() -> None:

@@ -282,6 +282,7 @@ class Option:
 
 
 ZEROS = [torch.zeros_like(p) for p in PROBLEMS["mlp"].start]
+NEXT_TO_NOTHING = [1e-4 * p for p in PROBLEMS["quadratic"].start]
 
 
 def two_groups(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -350,6 +351,9 @@ OPTIONS = [
     Option("gaps", {}, gradient=with_gaps, rules=OURS),
     Option("gaps-scope-group", {"scope": "group"}, two_groups, gradient=with_gaps, rules=["relative", "theory"]),
     Option("zeros", {}, BASES["SGD-momentum"].build, start=ZEROS, rules=[*OURS, "optax"]),
+    Option(
+        "next-to-nothing", {}, gradient=PROBLEMS["quadratic"].gradient, start=NEXT_TO_NOTHING, rules=OURS[:1], steps=100
+    ),
     Option("outliers", {}, gradient=with_outliers, rules=OURS[:1]),
     Option("false-start", {}, gradient=far_off_at_first, rules=OURS[:1]),
 ]

@@ -199,14 +199,18 @@ class TrainingLoop(RuleBasedStateMachine):
         before, is_made = everything(self.opt, without=COUNTERS), self.judge.steps != made
         is_outlier = finite and self.judge.skipped > skipped  # then the header has a new longest gradient
         still = [p.detach().clone() for p in self.params if not p.requires_grad]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             if with_closure:
                 assert self.opt.step(closure) == 7.0
             else:
                 closure()
                 self.opt.step()
             metrics = self.opt.metrics()
+        if any("times as long as those before it and was dropped" in str(warning.message) for warning in caught):
+            assert self.has_jumped()
+            self.is_over = True  # the reference takes nothing back
+            return
         assert (metrics["mechanic/steps"], metrics["mechanic/skipped_steps"]) == (self.judge.steps, self.judge.skipped)
         if not is_made:
             without = (*COUNTERS, "mechanic_tuners") if is_outlier else COUNTERS
@@ -219,6 +223,14 @@ class TrainingLoop(RuleBasedStateMachine):
             self.compare()
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def has_jumped(self) -> bool:
+        """Whether the reference, too, is almost twenty times as far from its start as updates of length U take it."""
+        x, start = self.judge.x, self.judge.x_ref
+        return any(
+            sum((x[i] - start[i]).square().sum().item() for i in part.indices) > (19 * part.U) ** 2 * part.path
+            for part in self.judge.parts
+        )
 
     def compare(self) -> None:
         largest = max((x.abs().max().item() for x in self.judge.x if x.numel()), default=0.0)

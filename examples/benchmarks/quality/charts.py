@@ -81,7 +81,9 @@ def lr_chart(results: Results, path: Path) -> None:
                 axes.plot(run["at"], lrs, color=MECHANIC, linewidth=1.5, label="Mechanic")
             best = results.best(problem, results.measure(problem)).lr
             axes.axhline(best, color=SWEEP, linestyle="--", linewidth=1.2, label="best of the sweep")
-            axes.set(title=problem, yscale="log", ylim=(best / 30, best * 30))
+            axes.set(title=problem, yscale="log")
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(low, best / 30), max(high, best * 30))
         for axes in grid[-1]:
             axes.set_xlabel("step")
         for axes in list(grid.flat)[len(chosen) :]:
