@@ -12,7 +12,7 @@ __all__ = ["distance_chart", "lr_chart"]
 
 MECHANIC, SWEEP = "crimson", "0.2"
 OTHERS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b")
-STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.25, "savefig.dpi": 200}
+STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.25, "savefig.dpi": 130}
 MOST = {True: 6.0, False: 1.3}
 """Greater distances, in points of error or as a ratio of losses, are drawn at the edge."""
 
