@@ -106,6 +106,8 @@ def main() -> None:
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     if script.result:
         Path(f"{script.result}.{args.process_index}.json").write_text(json.dumps(result))
+    if torch.distributed.is_initialized():  # otherwise a rank that exits may abort while gloo's threads run
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
