@@ -5,7 +5,7 @@
         ...
         optimizer.step()
         history.record(optimizer)  # does not wait for the device
-    print(report(optimizer))  # "Mechanic learned a learning rate of 0.00032."
+    print(report(optimizer))  # 'Mechanic learned a learning rate of 0.00032 (rule="relative").'
     for remark in remarks(optimizer, history):
         print(remark)
 
@@ -15,13 +15,14 @@ Framework-independent; each plugin prints it in its framework's way.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from mechanic_plugins.optimizer import MechanicOptimizer
 
-__all__ = ["STILL_RISING", "ScaleHistory", "is_still_rising", "remarks", "report"]
+__all__ = ["STILL_RISING", "ScaleHistory", "is_still_rising", "learned", "remarks", "report", "rules"]
 
 STILL_RISING = (
     "Mechanic was still looking for its scale when the run ended, so most of it was trained at too small a learning "
@@ -77,13 +78,23 @@ class ScaleHistory:
 
 
 def report(optimizer: MechanicOptimizer) -> str:
-    """One line with the learned learning rate. Waits for the device."""
-    lr = optimizer.learned_lr
+    """One line with the learned learning rate and the rule that learned it. Waits for the device."""
+    lr, rule = optimizer.learned_lr, optimizer.settings.rule
     if not lr:
         return "Mechanic learned no learning rate: the run made no step, or too few."
     lrs = optimizer.effective_lrs
-    largest = f", the largest of {len(lrs)} param groups" if len(set(lrs)) > 1 else ""
-    return f"Mechanic learned a learning rate of {lr:.3g}{largest}."
+    return learned(lr, rule, groups=len(lrs) if len(set(lrs)) > 1 else 1)
+
+
+def learned(lr: float, rule: str, *, groups: int = 1) -> str:
+    """The line of `report`, for an optimizer that is gone. `lr` is the largest of so many groups' that differ."""
+    largest = f", the largest of {groups} param groups" if groups > 1 else ""
+    return f'Mechanic learned a learning rate of {lr:.3g}{largest} (rule="{rule}").'
+
+
+def rules(optimizers: Iterable[MechanicOptimizer]) -> dict[str, str]:
+    """Which rule each optimizer trains by, for a run's hyper-parameters: `mechanic/rule`, `mechanic/rule-1`, ..."""
+    return {f"mechanic/rule{f'-{i}' if i else ''}": each.settings.rule for i, each in enumerate(optimizers)}
 
 
 def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[str]:

@@ -39,7 +39,7 @@ from mechanic_plugins.hf.optim_names import BASES, PREFIX, add_name, add_names
 from mechanic_plugins.hf.schedules import objection
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.patches import patch
-from mechanic_plugins.summary import ScaleHistory, remarks, report
+from mechanic_plugins.summary import ScaleHistory, remarks, report, rules
 
 __all__ = ["MechanicCallback", "demechanize_checkpoint", "register"]
 
@@ -88,15 +88,17 @@ logger = logging.get_logger("transformers.mechanic")  # same verbosity as transf
 class MechanicCallback(TrainerCallback):
     """Adds the scale to every training log. Added to the Trainer automatically.
 
-    At the end it logs the learned learning rate, and adds it to the metrics as `mechanic/peak_lr`.
+    At the end it logs the learned learning rate, and adds it to the metrics as `mechanic/peak_lr`. The rule is
+    `mechanic/rule` in W&B's config and in the last record of the log history.
     """
 
     def __init__(self) -> None:
         self.history = ScaleHistory()
+        self._is_in_wandb = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Rejects an optimizer that lost its scale, which would train silently at the wrong learning rate."""
-        self.history = ScaleHistory()
+        self.history, self._is_in_wandb = ScaleHistory(), False
         if find(optimizer) is not None:
             _warn_of_schedule(args, state)
             return
@@ -120,13 +122,16 @@ class MechanicCallback(TrainerCallback):
         if mechanic is None or logs is None:
             return
         metrics: dict[str, float] = {}
+        texts: dict[str, str] = {}
         if "loss" in logs:
             metrics = _worth_logging(mechanic)
         elif "train_runtime" in logs and len(self.history):
-            metrics = {"mechanic/peak_lr": mechanic.learned_lr}
-        logs.update(metrics)
+            metrics, texts = {"mechanic/peak_lr": mechanic.learned_lr}, rules([mechanic])
+        logs.update(metrics)  # numbers only: TensorBoard and MLflow refuse texts
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(metrics)  # Trainer has copied the logs there already
+            state.log_history[-1].update({**metrics, **texts})  # Trainer has copied the logs there already
+        if "wandb" in (args.report_to or ()) and not self._is_in_wandb:
+            self._is_in_wandb = _add_to_wandb(rules([mechanic]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         mechanic = find(optimizer)
@@ -139,6 +144,14 @@ class MechanicCallback(TrainerCallback):
                 sys.stderr.flush()
             for line in lines:
                 logger.warning(line)
+
+
+def _add_to_wandb(config: dict[str, str]) -> bool:
+    """Adds to the config of W&B's run, if this process has one. Trainer's callback starts it after ours has begun."""
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is not None:
+        run.config.update(config, allow_val_change=True)  # a resumed run may go on by another rule
+    return run is not None
 
 
 def _warn_of_schedule(args: TrainingArguments, state: Any) -> None:

@@ -34,7 +34,7 @@ from mechanic_plugins.lightning.checks import (
     warn_of_floors,
 )
 from mechanic_plugins.lightning.packages import Callback, installed
-from mechanic_plugins.lightning.reports import BAR, is_logged, metrics, show_digits, summarize
+from mechanic_plugins.lightning.reports import BAR, is_logged, log_rules, metrics, show_digits, summarize
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import DEFAULTS, Options, configured
 from mechanic_plugins.passes.planner import Backend
@@ -124,6 +124,7 @@ class Mechanic(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._attach(trainer)
+        log_rules(trainer, self.optimizers)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Attaches again, since other callbacks may have replaced the optimizers."""
@@ -180,13 +181,23 @@ class Mechanic(Callback):
 class LogLearnedLr(Callback):
     """Logs what `Mechanic` logs, for optimizers mechanized without it, such as by `mechanic-run --replace`."""
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        log_rules(trainer, _without_callback(trainer))
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # missing from its annotations
-        optimizers = [found for each in trainer.optimizers if (found := find(each)) is not None]
-        if optimizers and is_logged(trainer) and not any(isinstance(each, Mechanic) for each in callbacks):
+        optimizers = _without_callback(trainer)
+        if optimizers and is_logged(trainer):
             pl_module.log_dict(metrics(optimizers), on_step=True, on_epoch=False)
+
+
+def _without_callback(trainer: Trainer) -> list[MechanicOptimizer]:
+    """The trainer's mechanized optimizers, or none where `Mechanic` logs them."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # missing from its annotations
+    if any(isinstance(each, Mechanic) for each in callbacks):
+        return []
+    return [found for each in trainer.optimizers if (found := find(each)) is not None]
 
 
 # -------------------------------------------------------------------- leaving

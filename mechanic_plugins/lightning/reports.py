@@ -11,12 +11,12 @@ from torch import Tensor
 from mechanic_plugins.core.groups import names_of
 from mechanic_plugins.lightning.packages import rank_zero_info, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
-from mechanic_plugins.summary import ScaleHistory, remarks, report
+from mechanic_plugins.summary import ScaleHistory, remarks, report, rules
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["BAR", "is_logged", "metrics", "show_digits", "summarize"]
+__all__ = ["BAR", "is_logged", "log_rules", "metrics", "show_digits", "summarize"]
 
 BAR = "mechanic_lr"
 """The effective lr's name in the progress bar, which truncates longer ones."""
@@ -47,6 +47,12 @@ def metrics(optimizers: Sequence[MechanicOptimizer]) -> dict[str, Tensor]:
             if optimizer.settings.scope == "group":
                 logged |= {f"mechanic/scale{suffix}/{name}": s for name, s in zip(names, scales, strict=True)}
     return logged
+
+
+def log_rules(trainer: Trainer, optimizers: Sequence[MechanicOptimizer]) -> None:
+    """Adds each optimizer's rule to the loggers' hyper-parameters, once it is known what will train."""
+    for logger in trainer.loggers if optimizers else ():
+        logger.log_hyperparams(rules(optimizers))
 
 
 def show_digits(trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.optimizer.step import is_called_by
 from mechanic_plugins.runner.console import STOPPED, is_first_rank, say
 from mechanic_plugins.runner.plan import Events
-from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, remarks, report
+from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, learned, remarks, report
 
 __all__ = ["Recorder"]
 
@@ -27,6 +27,10 @@ _SETTINGS = {
 
 _LOGGERS = {"transformers.trainer", "lightning.pytorch", "pytorch_lightning"}
 """Our plugins log the learning rate in force there. Other programs log the lr of the param groups."""
+_RESCALED = (
+    'rule="{}" also rescales the updates that were made before, which no plain optimizer does: at this rate it trains '
+    "another run. Compare it with a few others, or probe by the default rule."
+)
 _ANNOUNCED = tuple(10**k for k in range(1, 9))
 _probes: set[int] = set()
 """Those recorded in this process. A runner started by a runner records twice, and reports once."""
@@ -36,7 +40,7 @@ class _Run:
     """One optimizer's run. May outlive the optimizer, and does not keep it alive."""
 
     def __init__(self, optimizer: MechanicOptimizer, probe: int) -> None:
-        self.base, self.optimizer = type(optimizer.base), ref(optimizer)
+        self.base, self.rule, self.optimizer = type(optimizer.base), optimizer.settings.rule, ref(optimizer)
         self.setting = next((text for module, text in _SETTINGS.items() if is_called_by(module)), None)
         self.history = ScaleHistory(limit=2 * probe or 512)
         self.learned = optimizer.learned
@@ -53,7 +57,7 @@ class _Run:
         if optimizer is not None:
             return [f"{name}: {report(optimizer)}", *remarks(optimizer, self.history)]
         rising = [STILL_RISING] if is_still_rising(self.history) else []
-        return [f"{name}: Mechanic learned a learning rate of {float(self.learned.max()):.3g}.", *rising]
+        return [f"{name}: {learned(float(self.learned.max()), self.rule)}", *rising]
 
 
 class Recorder:
@@ -134,11 +138,14 @@ def _lines(run: _Run, probe: int) -> list[str]:
     title, lr = f"Mechanic around {run.base.__name__}, {steps}", float(run.learned.max())
     if not lr:
         return [f"{title}: no learning rate was learned. Probe for more steps."]
-    lines = [f"{title}: learned lr {lr:.3g}", "Set it in the plain optimizer:", f"  {_code(run, lr)}"]
+    first = f'{title}: learned lr {lr:.3g} (rule="{run.rule}")'
+    lines = [first, "Set it in the plain optimizer:", f"  {_code(run, lr)}"]
     if run.setting:
         lines.append(run.setting.format(f"{lr:.3g}"))
     if is_still_rising(run.history):
         lines.append("It was still rising: probe for more steps before you rely on it.")
+    if run.rule != "relative":
+        lines.append(_RESCALED.format(run.rule))
     return lines
 
 

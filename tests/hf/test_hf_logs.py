@@ -60,7 +60,8 @@ def test_the_end_of_a_run_says_the_learned_learning_rate(tmp_path: Path, said: l
     assert 0 < peak <= max(entry["mechanic/effective_lr"] for entry in logs if "loss" in entry)
     assert logs[-1]["mechanic/peak_lr"] == pytest.approx(peak)
     line, warning = said
-    assert line == f"Mechanic learned a learning rate of {peak:.3g}."
+    assert line == f'Mechanic learned a learning rate of {peak:.3g} (rule="paper").'
+    assert logs[-1]["mechanic/rule"] == "paper"
     assert warning == STILL_RISING
     assert "train_runtime" in logs[-1]
 

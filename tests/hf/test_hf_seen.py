@@ -65,10 +65,12 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = TrainingArguments(str(tmp_path), max_steps=4, report_to=["wandb"], optim="mechanic_adamw", **fixed)
     Trainer(model=build_model(), args=args, train_dataset=Sequences()).train()
     wandb.finish()
-    peak, lr, scale = wandb_log.count(tmp_path, [f"train/mechanic/{n}" for n in ("peak_lr", "effective_lr", "scale")])
+    names = [f"train/mechanic/{n}" for n in ("peak_lr", "effective_lr", "scale")]
+    peak, lr, scale, rule = wandb_log.count(tmp_path, [*names, "mechanic/rule"])
     assert peak >= 1  # once in the history; also in the summary
     assert lr >= 4
     assert scale >= 4
+    assert rule == 1  # in the config, which has no prefix
 
 
 def test_each_network_has_a_scale_under_its_name_and_leaves_with_it(tmp_path: Path) -> None:

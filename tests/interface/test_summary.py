@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from problems import perceptron, train
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from mechanic_plugins import demechanize, mechanize
-from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, remarks, report
+from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, remarks, report, rules
 
 
 class Played:
@@ -95,7 +96,8 @@ def test_there_is_one_learned_learning_rate() -> None:
     run = Trained(40)
     learned = run.opt.learned_lr
     assert run.opt.learned_lrs == pytest.approx([learned / 2, learned / 2, learned, learned / 2])
-    assert report(run.opt) == f"Mechanic learned a learning rate of {learned:.3g}, the largest of 4 param groups."
+    largest = f"Mechanic learned a learning rate of {learned:.3g}, the largest of 4 param groups"
+    assert report(run.opt) == f'{largest} (rule="relative").'
     assert 0.2 < max(map(max, run.history.lrs())) / learned < 5
 
 
@@ -120,8 +122,21 @@ def test_demechanize_after_a_schedule_set_by_hand() -> None:
 
 def test_a_single_learning_rate_is_one_number() -> None:
     run = Trained(10, lrs=(0.1,) * 4)
-    assert report(run.opt) == f"Mechanic learned a learning rate of {run.opt.learned_lr:.3g}."
+    assert report(run.opt) == f'Mechanic learned a learning rate of {run.opt.learned_lr:.3g} (rule="relative").'
     assert remarks(run.opt, None) == []
+
+
+@pytest.mark.parametrize("rule", ["paper", "experiments", "optax", "theory"])
+def test_a_report_names_the_rule(rule: Any) -> None:
+    """No line, metric or config named it, so that no run could be told from one by another rule."""
+    model = perceptron()
+    opt = mechanize(torch.optim.AdamW(model.parameters()), rule=rule)
+    train(model, opt, 20)
+    assert report(opt) == f'Mechanic learned a learning rate of {opt.learned_lr:.3g} (rule="{rule}").'
+    plain = mechanize(torch.optim.SGD(perceptron().parameters(), lr=0.5))
+    assert rules([opt, plain]) == {"mechanic/rule": rule, "mechanic/rule-1": "relative"}
+    assert f"rule={rule!r}" in repr(opt)
+    assert "rule='relative'" in repr(plain)
 
 
 def test_nothing_learned_is_said() -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import wandb_log
 from lightning_helpers import QUIET, lightning_of, loader, module
 
+from mechanic_plugins import mechanize
 from mechanic_plugins.lightning import Mechanic
 from mechanic_plugins.plot import draw, find_log, read
 
@@ -53,12 +55,36 @@ def test_a_logger_that_takes_dicts() -> None:
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             seen.append(metrics)
 
+        def log_hyperparams(self, params: dict[str, Any], *args: Any) -> None:
+            config.append(params)
+
     seen: list[dict[str, float]] = []
+    config: list[dict[str, Any]] = []
     trainer = fitted(LikeWandb())
     lrs = [metrics[LR] for metrics in seen if LR in metrics]
     assert lrs[-1] == pytest.approx(float(trainer.callback_metrics[LR]))
     assert all(isinstance(lr, float) for lr in lrs)
     assert seen[-1] == {"mechanic/peak_lr": trainer.optimizers[0].learned_lr}
+    assert config == [{"mechanic/rule": "relative"}]
+
+
+def test_the_rule_that_trains_is_among_the_hyper_parameters(tmp_path: Path) -> None:
+    """It is the optimizer's own where the module has mechanized it, and the module's parameters stay beside it."""
+    pl = lightning_of("lightning.pytorch")
+    logger = pl.loggers.CSVLogger(tmp_path)
+    model = module(pl, lambda model: mechanize(torch.optim.AdamW(model.parameters()), rule="optax"))
+    model.save_hyperparameters({"width": 3})
+    pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=logger,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        callbacks=[Mechanic()],
+    ).fit(model, loader())
+    written = (Path(logger.log_dir) / "hparams.yaml").read_text()
+    assert written.splitlines() == ["mechanic/rule: optax", "width: 3"]
 
 
 @pytest.mark.filterwarnings("default")  # for W&B's own
@@ -67,7 +93,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     logger = lightning_of("lightning.pytorch").loggers.WandbLogger(offline=True, save_dir=tmp_path)
     fitted(logger)
     logger.experiment.finish()
-    assert all(wandb_log.count(tmp_path, [f"mechanic/{n}" for n in ("peak_lr", "effective_lr", "scale")]))
+    assert all(wandb_log.count(tmp_path, [f"mechanic/{n}" for n in ("peak_lr", "effective_lr", "scale", "rule")]))
 
 
 @pytest.mark.parametrize("name", ["TensorBoardLogger", "CSVLogger"])

@@ -21,7 +21,9 @@ from mechanic_plugins.lightning import Mechanic
 
 pytestmark = QUIET
 
-LINE = re.compile(r"(\S+): Mechanic learned a learning rate of ([^\s,]+)(, the largest of \d+ param groups)?\.")
+LINE = re.compile(
+    r"(\S+): Mechanic learned a learning rate of ([^\s,]+)(, the largest of \d+ param groups)? \(rule=\"relative\"\)\."
+)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, float]]:

@@ -34,10 +34,22 @@ def test_a_loop_is_stopped_after_so_many_steps(run: Runner, tmp_path: Path) -> N
     done = run("--probe", "40", "train.py")
     assert done.returncode == 0, done.stderr
     title, _, code = done.stdout.splitlines()[:3]
-    lr = title.removeprefix("Mechanic around AdamW, 40 steps: learned lr ")
+    lr, rule = title.removeprefix("Mechanic around AdamW, 40 steps: learned lr ").split(" ", 1)
     assert 0 < float(lr) < 1
+    assert rule == '(rule="relative")'
+    assert "another run" not in done.stdout
     assert code == f"  torch.optim.AdamW(model.parameters(), lr={lr})  # your other arguments"
     assert "ended" not in done.stdout
+
+
+def test_a_probe_by_the_papers_rule_says_what_its_number_is_not(run_warm: Runner, tmp_path: Path) -> None:
+    """AdamW at that number was told to be the same run, and learned at twice the rate."""
+    write(tmp_path, "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)")
+    done = run_warm("--options", "rule=paper", "--probe", "40", "train.py")
+    assert done.returncode == 0, done.stderr
+    title, *_, last = done.stdout.splitlines()
+    assert title.endswith(' (rule="paper")')
+    assert last.startswith('rule="paper" also rescales the updates that were made before')
 
 
 UNMOVED = """
@@ -54,7 +66,7 @@ def test_groups_that_never_moved_and_a_program_that_ends_first(run_warm: Runner,
     assert done.returncode == 0, done.stderr
     ended, title, _, code, *_ = done.stdout.splitlines()
     assert ended == "ended"
-    lr = title.removeprefix("Mechanic around SGD, 30 of 40 steps, then the program ended: learned lr ")
+    lr, _ = title.removeprefix("Mechanic around SGD, 30 of 40 steps, then the program ended: learned lr ").split(" ", 1)
     assert float(lr) > 0
     assert code == f'  for group, lr in zip(optimizer.param_groups, [{lr}, {lr}, {lr}]): group["lr"] = lr'
 
