@@ -3,6 +3,8 @@
     from mechanic_plugins.accelerate import mechanize
     model, optimizer = accelerator.prepare(model, mechanize(torch.optim.AdamW(model.parameters())))
 
+The default rule is this package's own; `mechanize(optimizer, rule="paper")` trains by the paper's, Algorithm 1.
+
 Single-process training, DDP and FSDP need only the mechanized optimizer. DeepSpeed needs `mechanic_plugins.deepspeed`,
 and accelerate replaces an offloaded optimizer with a plain DeepSpeedCPUAdam. Importing this module handles both.
 """

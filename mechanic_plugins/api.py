@@ -33,9 +33,14 @@ def mechanize(
     base's own arguments, and these options. The base's lr, weight decay and schedule keep their meaning: the learning
     rate in force is `scale * lr`.
 
+    There are two rules for the scale. The default is this package's own, the relative rule; it is not the paper's and
+    has no regret bound. `rule="paper"` is Algorithm 1 of "Mechanic: A Learning Rate Tuner". Use the default to train;
+    use the paper's to reproduce or study the paper, or to compare with other implementations of it.
+
     Args:
         optimizer: Any torch optimizer, or its class.
-        rule: A published tuner instead of the default: "paper", "experiments", "optax" or "theory".
+        rule: None or "relative" is this package's own rule, "paper" the paper's Algorithm 1; "experiments", "optax" and
+            "theory" are other published forms of it.
         scope: "all" learns one scale, "group" one per param group.
         max_scale: Upper bound on the scale.
         max_grad_norm: Clip the gradients in the step, as `torch.nn.utils.clip_grad_norm_` would before it, by the norm
@@ -101,6 +106,9 @@ def chain(optimizer: Any) -> str:
 
 def demechanize(optimizer: Any) -> Optimizer:
     """Returns the base optimizer with the learned learning rate as its lr, its moments kept.
+
+    By a published rule, which rescales past updates, this rate does not continue the run as it was: compare it with
+    others.
 
     The lrs are `optimizer.learned_lrs`. With `scope="group"`, a group that learned nothing (empty, or always frozen)
     takes the smallest scale of the others.

@@ -6,7 +6,8 @@
     --optimizer mechanic_plugins.optim.AdamW
 
 Each takes the arguments of the optimizer it is named after, then the options of `mechanize`. The default lr is 1, so
-that the learned scale is the learning rate itself.
+that the learned scale is the learning rate itself. The default rule is this package's own; `rule="paper"` is the
+paper's, Algorithm 1.
 """
 
 from __future__ import annotations

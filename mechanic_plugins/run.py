@@ -7,7 +7,7 @@
 Options, before the script:
     --replace CLASS    mechanize every optimizer of this class that the program builds
     --replace OLD=NEW  the same, around another class: prodigyopt.Prodigy=torch.optim.AdamW
-    --options K=V,...  options of mechanize() for them: scope=group,max_grad_norm=1
+    --options K=V,...  options of mechanize() for them: scope=group,max_grad_norm=1; rule=paper for the paper's rule
     --probe STEPS      train this many steps, print the learned lr, exit with status 0
 
 `mechanic-run` is `python -m mechanic_plugins.run`. The target is a script, `-m package.module`, or a command (torchrun,

@@ -3,6 +3,8 @@
     import mechanic_plugins.transformers
     TrainingArguments(optim="mechanic_adamw", optim_args="scope=group")
 
+The default rule is this package's own; `optim_args="rule=paper"` is the paper's, Algorithm 1.
+
 The import registers the names of `mechanic_plugins.hf.optim_names.BASES`. transformers has no registry, so three places
 are patched in memory: the enum of names, the static method that turns a name into a class, and the constructor that
 collects a Trainer's callbacks, to add the one that logs the scale. transformers' own optimizers are unaffected.

@@ -8,7 +8,8 @@
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     optimizer.scale
 
-or name it in the config: `"optimizer": {"type": "MechanicAdamW", "params": {"lr": 1.0, "scope": "group"}}`.
+or name it in the config: `"optimizer": {"type": "MechanicAdamW", "params": {"lr": 1.0, "scope": "group"}}`. The default
+rule is this package's own; `rule="paper"`, or `"rule": "paper"` among the params, is the paper's, Algorithm 1.
 
 DeepSpeed checks the type of the optimizer it is given. So it gets the base and builds its own optimizer around that;
 the mechanized one then takes the base's place. `mechanic_plugins.deepspeed.engine` connects the two.

@@ -1,7 +1,8 @@
 """Mechanic for Lightning: add one callback, change nothing else.
 
     from mechanic_plugins.lightning import Mechanic
-    Trainer(callbacks=[Mechanic()]).fit(model)
+    Trainer(callbacks=[Mechanic()]).fit(model)              # by this package's own rule, the default
+    Trainer(callbacks=[Mechanic(rule="paper")]).fit(model)  # by the paper's, Algorithm 1
 
 The optimizers that `configure_optimizers` returns are mechanized before the first step and before a checkpoint's
 optimizer state is loaded. One class serves `lightning.pytorch` and `pytorch_lightning`.
@@ -54,17 +55,21 @@ class Mechanic(Callback):
         Trainer(callbacks=[Mechanic(max_grad_norm=1.0, prog_bar=True)])
 
     The lr, weight decay and schedule in `configure_optimizers` keep their meaning: the effective learning rate is
-    `scale * lr`. Training does not depend on lr, unless the schedule ends at an absolute learning rate (`eta_min`,
-    `min_lr`), which causes a warning. `mechanic/scale` and `mechanic/effective_lr` are logged, and `mechanic/peak_lr`,
-    the learned learning rate, at the end of fit. The tuner is part of the optimizer's state, so `fit(ckpt_path=...)`
-    resumes exactly. Validation needs no mode switch.
+    `scale * lr`. The default rule is this package's own, the relative rule, without a regret bound; `rule="paper"` is
+    the paper's Algorithm 1. Use the default to train; use the paper's to reproduce or study the paper.
+
+    Training does not depend on lr, unless the schedule ends at an absolute learning rate (`eta_min`, `min_lr`), which
+    causes a warning. `mechanic/scale` and `mechanic/effective_lr` are logged, and `mechanic/peak_lr`, the learned
+    learning rate, at the end of fit; `mechanic/rule` is a hyper-parameter. The tuner is part of the optimizer's state,
+    so `fit(ckpt_path=...)` resumes exactly. Validation needs no mode switch.
 
     A module may be fitted again, with this callback or another. The tuner belongs to the optimizer: if the module keeps
     its optimizer, tuning continues; if `configure_optimizers` builds a new one, it starts over. A later fit without
     Mechanic uses the optimizer's own lr; call `demechanize(callback.optimizers[0])` first to keep the learned one.
 
     Args:
-        rule: A published tuner instead of the default: "paper", "experiments", "optax" or "theory".
+        rule: None or "relative" is this package's own rule, "paper" the paper's Algorithm 1; "experiments", "optax" and
+            "theory" are other published forms of it.
         scope: "all" learns one scale per optimizer, "group" one per param group.
         max_scale: Upper bound on the scale.
         max_grad_norm: Clip the gradients in the step, which takes no pass of its own as `gradient_clip_val` does.

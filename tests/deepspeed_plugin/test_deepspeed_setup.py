@@ -39,6 +39,14 @@ def test_from_the_config_file(engines: Engines, stage: int) -> None:
     assert ranks[0]["base"] == "AdamW"
 
 
+def test_the_papers_rule_from_the_config_file(engines: Engines) -> None:
+    case = Case(stage=2, config=json_optimizer("MechanicAdamW", lr=1.0, rule="paper"), steps=12)
+    ranks = engines(2)(on_rank.run_from_json, case)
+    same = Case(base_options={"lr": 1.0}, options={"rule": "paper"}, steps=12)
+    assert_same_training(same, ranks, plain_side.plain_run(same))
+    assert ranks[0]["report"].endswith('(rule="paper").')
+
+
 def test_an_offloaded_one_from_the_config_file_is_deepspeeds_own(engines: Engines) -> None:
     zero = {"offload_optimizer": CPU}
     case = Case(stage=2, config=json_optimizer("MechanicAdamW", lr=1.0, weight_decay=0.01), zero=zero, steps=12)

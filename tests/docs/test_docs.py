@@ -5,20 +5,26 @@ Blocks that need ranks run in deepspeed_plugin/test_deepspeed_docs.py and distri
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
+import json
 import re
 import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from documented import PAGES, ROOT, Block, blocks, execute
 
 import mechanic_plugins
+from mechanic_plugins import mechanize
 from mechanic_plugins.core.tuner_state import empty_sums
-from mechanic_plugins.options import parameters
+from mechanic_plugins.options import parameters, parsed
+from mechanic_plugins.runner.arguments import parse
 
 pytestmark = pytest.mark.slow
 
@@ -177,17 +183,154 @@ def test_the_readme_begins_with_two_commands() -> None:
 
 def test_the_headline_counts_the_rows_of_the_results() -> None:
     """It once said twenty-two runs when there were twenty-five."""
-    section = (ROOT / "docs" / "results.md").read_text().partition("## Larger networks")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\|[^|]*\|[^|]*\| ([\d., %]+) \| ([\d., %]+) \|", section, flags=re.MULTILINE)
-    pairs = [
-        pair
-        for row in rows
-        for pair in zip(*([float(n) for n in re.findall(r"[\d.]+", cell)] for cell in row), strict=True)
+    runs = larger_networks()
+    ahead, near = [run for run in runs if run.ours < run.best], [run for run in runs if run.ours <= 1.05 * run.best]
+    ends = sum(run.is_at_an_end for run in ahead)
+    readme, results = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/results.md"))
+    assert f"On [{len(runs)} runs of larger networks]" in readme
+    assert f"best of a whole sweep in {len(ahead)}, and within 5% of it in {len(near)}**. In {ends} of the" in readme
+    assert f"Of the {len(runs)} rows of this section, the default rule ends ahead of the sweep's best in" in results
+    assert f"best in {len(ahead)}. In {ends} of these (" in results
+
+
+class Run(NamedTuple):
+    """A result of the section on larger networks, as printed."""
+
+    ours: float
+    best: float
+    is_at_an_end: bool
+
+
+def larger_networks(page: str = "docs/results.md", heading: str = "## Larger networks") -> list[Run]:
+    """Cells may hold several runs, as in "1.580, 1.449". A dagger: the sweep's best is at an end of it."""
+    section = (ROOT / page).read_text().partition(heading)[2].partition("\n## ")[0]
+    rows = re.findall(r"^\|[^|]*\|[^|]*\| ([\d., %]+) \| ([\d., %]+)(†?) \|", section, flags=re.MULTILINE)
+    return [
+        Run(float(ours), float(best), bool(dagger))
+        for *cells, dagger in rows
+        for ours, best in zip(*(re.findall(r"[\d.]+", cell) for cell in cells), strict=True)
     ]
-    ahead, near = sum(a < b for a, b in pairs), sum(a <= 1.05 * b for a, b in pairs)
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"On [{len(pairs)} runs of larger networks]" in readme
-    assert f"of a whole sweep in {ahead}, and within 5% of it in {near}**" in readme
+
+
+def test_sweeps_whose_best_is_at_an_end_are_marked() -> None:
+    """A run that beats the best of three rates, the lowest of them, was counted like one that beats a peak."""
+    folder = ROOT / "examples" / "benchmarks" / "quality" / "results"
+    records = [json.loads(line) for line in (folder / "quality.jsonl").read_text().splitlines()]
+    swept: dict[str, dict[float, list[float]]] = {}
+    learned: dict[str, list[float]] = {}
+    for record in records:
+        value = record[record["measure"]] * (100 if record["measure"].endswith("error") else 1)
+        if record["method"] == "sweep":
+            swept.setdefault(record["problem"], {}).setdefault(record["lr"], []).append(value)
+        elif record["method"] == "mechanic":
+            learned.setdefault(record["problem"], []).append(value)
+    at_an_end = {}
+    for problem, own in learned.items():
+        means = {lr: sum(values) / len(values) for lr, values in swept.get(problem, {}).items()}
+        if len(means) > 2:
+            best = min(means, key=lambda lr: means[lr])
+            at_an_end[sum(own) / len(own), means[best]] = best in (min(means), max(means))
+    checked = 0
+    for run in (*larger_networks(), *larger_networks("README.md", "## Results")):
+        near = [
+            end
+            for (ours, best), end in at_an_end.items()
+            if abs(ours - run.ours) < 0.0501 * (1 if run.best > 5 else 0.01)
+            and abs(best - run.best) < 0.0501 * (1 if run.best > 5 else 0.01)
+        ]
+        if len(set(near)) == 1:
+            checked += 1
+            assert run.is_at_an_end == near[0], run
+    assert checked > 25
+
+
+# ------------------------------------------------------------------------------------------------ two rules
+
+BEGINNINGS = {
+    "README.md": "## Why",
+    "docs/index.md": "## Install",
+    "docs/lightning.md": "## Learning rate monitors",
+    "docs/huggingface.md": "## Without touching",
+    "docs/deepspeed.md": "## Checkpoints",
+    "docs/accelerate.md": "Mechanize the optimizer first",
+    "docs/runner.md": "## `--replace`",
+    "docs/algorithm.md": "## The relative rule",
+    "docs/options.md": "## All options",
+    "pyproject.toml": "requires-python",
+}
+
+
+@pytest.mark.parametrize("page", BEGINNINGS)
+def test_pages_begin_with_which_rule_is_the_default(page: str) -> None:
+    """The README's first word that the default is not the paper's algorithm stood in its last paragraph."""
+    beginning, found, _ = (ROOT / page).read_text().partition(BEGINNINGS[page])
+    beginning = " ".join(beginning.split())
+    assert found
+    assert re.search(r"rule=[\"']?paper", beginning)
+    assert "Algorithm 1" in beginning
+    assert re.search("this package's own|a rule of its own", beginning)
+
+
+def test_docstrings_say_it_too() -> None:
+    from mechanic_plugins.lightning import Mechanic
+
+    for thing in (mechanic_plugins.mechanize, Mechanic):
+        text = " ".join((inspect.getdoc(thing) or "").split())
+        assert "this package's own, the relative rule" in text
+        assert '`rule="paper"` is' in text
+
+
+@pytest.mark.filterwarnings("default")
+def test_each_way_to_switch_switches() -> None:
+    """The cells of the table in options.md, as they are printed."""
+    table = (ROOT / "docs" / "options.md").read_text().partition("| in | write |\n|---|---|\n")[2].partition("\n\n")[0]
+    plain, callback, trainer, config, by_name, runner = (
+        re.findall(r"`([^`]+)`", row.split(" | ")[1]) for row in table.splitlines()
+    )
+    model = torch.nn.Linear(2, 1)
+    assert rule_of(eval(plain[0], {"mechanize": mechanize, "optimizer": adamw(model)})) == "paper"
+
+    from mechanic_plugins.lightning import Mechanic
+
+    assert eval(callback[0], {"Mechanic": Mechanic}).options["rule"] == "paper"
+
+    import transformers
+
+    import mechanic_plugins.transformers  # noqa: F401
+
+    options = eval(f"dict({trainer[0]}, {trainer[1]})")
+    args = transformers.TrainingArguments("out", use_cpu=True, report_to=[], **options)
+    cls, kwargs = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+    assert rule_of(cls(model.parameters(), **kwargs)) == "paper"
+
+    params = json.loads(f"{{{config[0]}}}")["params"]
+    assert rule_of(mechanize(torch.optim.AdamW)(model.parameters(), **params)) == "paper"
+
+    module, _, name = by_name[0].rpartition(".")
+    keywords = eval(f"dict({by_name[1]})")
+    assert rule_of(getattr(importlib.import_module(module), name)(model.parameters(), **keywords)) == "paper"
+
+    program, *words = shlex.split(runner[0])
+    plan, target, _ = parse(words, "")
+    assert (program, plan.replace[0].old, target) == ("mechanic-run", "torch.optim.AdamW", "train.py")
+    assert rule_of(mechanize(adamw(model), **parsed(plan.options))) == "paper"
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def rule_of(optimizer: Any) -> str:
+    return str(optimizer.settings.rule)
+
+
+def test_the_paper_is_cited_for_its_rules_and_the_software_for_its_own() -> None:
+    """`preferred-citation` was the paper, so whoever cited by it gave the paper the default rule's results."""
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert "preferred-citation" not in citation
+    assert "references:\n  - type: conference-paper\n" in citation
+    for text in (citation, README):
+        assert re.search(r"default rule.{0,40}cite this software", " ".join(text.split()))
 
 
 def test_contributors_are_told_what_ci_runs() -> None:

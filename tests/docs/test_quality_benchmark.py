@@ -190,7 +190,9 @@ def test_the_page(results: Path, here: Here, tmp_path: Path) -> None:
     assert re.search(r"\| convex, adamw \| \**[+-]\d+\.\d\d\** ", page)  # in points
     assert re.search(r"\| GPT, adamw \| \**\d\.\d{3}\** ", page)  # as a ratio
     assert "AdamW at 1e-3, untuned" in page
-    assert "runs of Mechanic's defaults" in page
+    assert re.search(r"\d+ of \d+ runs of the default rule failed", page)
+    assert "| default rule |" in page
+    assert "| mechanic |" not in page
     for picture in ("ratios.png", "learning_rates.png"):
         assert picture in page
         assert (tmp_path / picture).stat().st_size > 10_000
@@ -264,7 +266,25 @@ def test_who_does_not_tune_stands_beside_the_sweep() -> None:
 def test_failures_are_named(run: dict[str, float], said: list[str]) -> None:
     sweep = record("sweep", 0, 1.0, family="collapse")
     results = module("results").Results([sweep, record("mechanic", 0, **run, family="collapse")])  # type: ignore[arg-type]
-    assert [line.split(": ")[1] for line in module("report").failures(results)] == said
+    report = module("report")
+    assert [line.split(": ")[1] for line in report.failures(results)] == said
+    assert report.failed(results) == {("collapse", "sgd"): (len(said), 1)}
+
+
+def test_the_page_of_results_counts_the_failed_runs() -> None:
+    """The number stood only below the records, where it counted limits for runs."""
+    records = (FOLDER / "results" / "quality.jsonl").read_text().splitlines()
+    counts = module("report").failed(module("results").Results(map(json.loads, records))).values()
+    failed, total = (sum(column) for column in zip(*counts, strict=True))
+    text = (
+        (FOLDER.parents[2] / "docs" / "results.md")
+        .read_text()
+        .partition("## How many runs failed")[2]
+        .partition("\n## ")[0]
+    )
+    assert f"{failed} of the {total} runs of the default rule failed" in " ".join(text.split())
+    rows = re.findall(r"^\| [^|]+ \| (\d+) of (\d+) \|$", text, flags=re.MULTILINE)
+    assert [sum(map(int, column)) for column in zip(*rows, strict=True)] == [failed, total]
 
 
 def test_the_schedule_falls_to_nearly_zero() -> None:

@@ -17,6 +17,8 @@ from results import SOLVED, Record, Results, geometric_mean, is_error, mean, sum
 FAR = 100.0
 BEHIND, OVERFITTED, POINTS = 1.3, 2.0, 1.0
 """Limits beyond which a run counts as a failure: see `failures`."""
+NAMES = {"mechanic": "default rule", "mechanic, rule paper": "paper's rule"}
+"""How the page calls the methods whose names in the records say less. "Mechanic" alone is not the paper's."""
 
 
 def shown(score: float | None, *, is_error: bool) -> str:
@@ -26,6 +28,11 @@ def shown(score: float | None, *, is_error: bool) -> str:
     if is_error:
         return f"{score:+.2f}"
     return f"{score:.3f}" if score < FAR else f"> {FAR:g}"
+
+
+def named(method: str) -> str:
+    """A method as the page calls it."""
+    return NAMES.get(method, method)
 
 
 def family_table(results: Results, key: str | None = None) -> str:
@@ -45,7 +52,7 @@ def family_table(results: Results, key: str | None = None) -> str:
             cell = _mean_and_worst([score for score in scores if score is not None], is_error=points)
             cells.append(f"**{cell}**" if method == winner and key is None else cell)
         rows.append([f"{group.family}, {group.base}{f' ({len(problems)})' if len(problems) > 1 else ''}", *cells])
-    return table(["family, base (problems)", *methods], rows)
+    return table(["family, base (problems)", *map(named, methods)], rows)
 
 
 def _mean_and_worst(scores: Sequence[float], *, is_error: bool) -> str:
@@ -68,7 +75,7 @@ def problem_table(results: Results, key: str | None = None) -> str:
         cells = [shown(score, is_error=is_error(measure)) for score in scores]
         value = f"{100 * best.value:.2f}%" if is_error(measure) else f"{best.value:.4g}"
         rows.append([problem, measure.replace("_", " "), f"{best.lr:g}{'!' if best.at_an_end else ''}", value, *cells])
-    return table(["problem", "measure", "best lr", "its value", *methods], rows)
+    return table(["problem", "measure", "best lr", "its value", *map(named, methods)], rows)
 
 
 def ablation_table(results: Results) -> str:
@@ -134,25 +141,45 @@ def judged(results: Results) -> list[str]:
 
 
 def failures(results: Results) -> Iterator[str]:
-    """Yields the runs of Mechanic's defaults that a user would regret.
+    """Yields what a user would regret in the default rule's runs: a line for each limit that a run exceeds."""
+    for problem in judged(results):
+        for run in results.of(problem, "mechanic"):
+            for what in regrets(results, problem, run):
+                yield f"{problem}, seed {run['seed']}: {what}"
+
+
+def regrets(results: Results, problem: str, run: Record) -> Iterator[str]:
+    """The limits that a run exceeds.
 
     More than 1.3 times the best training loss; more than twice the test loss of the swept run with the lowest training
     loss; in the family that reaches zero loss, an error more than a point above the best.
     """
-    for problem in judged(results):
-        trained = results.best(problem, "train_loss")
-        sweep = results.runs[problem]["sweep"][trained.lr]
-        tested = mean(sweep, "test_loss")
-        measure = results.measure(problem)
-        for run in results.of(problem, "mechanic"):
-            loss, about = run["train_loss"], f"{problem}, seed {run['seed']}"
-            if loss > SOLVED and loss > BEHIND * max(trained.value, SOLVED):
-                yield f"{about}: training loss {loss:.3g} against {trained.value:.3g}"
-            if run["test_loss"] > OVERFITTED * max(tested, SOLVED):
-                yield f"{about}: test loss {run['test_loss']:.3g} against {tested:.3g}"
-            above = 100 * (run[measure] - results.best(problem, measure).value)
-            if run["family"] == "collapse" and above > POINTS:
-                yield f"{about}: {measure.replace('_', ' ')} {above:.1f} points above the best"
+    trained, measure = results.best(problem, "train_loss"), results.measure(problem)
+    tested, loss = mean(results.runs[problem]["sweep"][trained.lr], "test_loss"), run["train_loss"]
+    if loss > SOLVED and loss > BEHIND * max(trained.value, SOLVED):
+        yield f"training loss {loss:.3g} against {trained.value:.3g}"
+    if run["test_loss"] > OVERFITTED * max(tested, SOLVED):
+        yield f"test loss {run['test_loss']:.3g} against {tested:.3g}"
+    above = 100 * (run[measure] - results.best(problem, measure).value)
+    if run["family"] == "collapse" and above > POINTS:
+        yield f"{measure.replace('_', ' ')} {above:.1f} points above the best"
+
+
+def failed(results: Results) -> dict[tuple[str, str], tuple[int, int]]:
+    """How many runs of the default rule exceed a limit, and how many there are, by family and base."""
+    counts = {}
+    for group, problems in results.groups().items():
+        runs = [any(regrets(results, problem, run)) for problem in problems for run in results.of(problem, "mechanic")]
+        bad, total = counts.get((group.family, group.base), (0, 0))
+        if runs:
+            counts[group.family, group.base] = bad + sum(runs), total + len(runs)
+    return counts
+
+
+def failure_table(results: Results) -> str:
+    """`failed` as a table."""
+    rows = [[", ".join(key), f"{bad} of {total}"] for key, (bad, total) in failed(results).items()]
+    return table(["family, base", "failed runs"], rows)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -166,9 +193,10 @@ _PAGE = """# How good is the learned learning rate?
 Made by `run.py` and `report.py` beside this folder; {runs} runs, up to {seeds} seeds. Each figure compares a method
 with the best learning rate of a half-decade sweep of the base, best by the same measure and the mean over the seeds.
 Errors are given in percentage points above it (0 is as good as the sweep), losses as the ratio to it (1 is); less is
-better, and negative or below 1 is better than the whole sweep. Mechanic and its peers run once, with their defaults
-where their name gives no number. Methods stand in the order of their mean rank, by validation first and training loss
-second.
+better, and negative or below 1 is better than the whole sweep. "default rule" is `mechanize(base)`, this package's
+own rule, and "Mechanic" in the pictures; mechanic_pytorch is a package by the authors of the paper. It and the other
+methods run once, with their defaults where their name gives no number. Methods stand in the order of their mean rank,
+by validation first and training loss second.
 
 ## Validation, by family: mean (worst problem)
 
@@ -210,10 +238,10 @@ _ABLATED = """In brackets: problems x seeds. START x0.5 is the first update at i
 
 def page(results: Results, records: Sequence[Record]) -> str:
     """Renders the whole page."""
-    bad = list(failures(results))
-    total = sum(len(results.of(problem, "mechanic")) for problem in judged(results))
+    bad, counts = list(failures(results)), failed(results).values()
     limits = f"{BEHIND:g} times the best training loss, {OVERFITTED:g} times the test loss of the swept run that has it"
-    first = f"{len(bad)} failures in {total} runs of Mechanic's defaults (more than {limits}, or {POINTS:g} point of "
+    runs = f"{sum(bad for bad, _ in counts)} of {sum(total for _, total in counts)} runs of the default rule failed"
+    first = f"{runs}, by {len(bad)} limits in all (more than {limits}, or {POINTS:g} point of "
     lrs, trends, ablated = lr_table(results), trend_table(results), ablation_table(results)
     return _PAGE.format(
         runs=len(records),
@@ -221,7 +249,15 @@ def page(results: Results, records: Sequence[Record]) -> str:
         solved=SOLVED,
         families=family_table(results),
         training=family_table(results, "train_loss"),
-        failures="\n".join([f"{first}error where the loss reaches zero).", "", *(f"- {line}" for line in bad)]),
+        failures="\n".join(
+            [
+                f"{first}error where the loss reaches zero).",
+                "",
+                failure_table(results),
+                "",
+                *(f"- {line}" for line in bad),
+            ]
+        ),
         problems=problem_table(results),
         problem_training=problem_table(results, "train_loss"),
         ablations=f"## One number of the rule at a time\n\n{_ABLATED}\n\n{ablated}\n\n" if ablated else "",
