@@ -46,8 +46,11 @@ def mechanize(
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
         backend: "fused" (Mechanic and the base in a few launches), "triton" or "foreach" (around any base).
             "auto" takes the first that works here.
-        settings: The tuner's constants as a `Settings` object, for research. Not with rule, scope or max_scale, which
-            it contains.
+        s_init: A published rule's first scale [the rule's own].
+        s_decay: A published rule's norm penalty, the paper's lambda [the rule's own].
+        tuner_betas: Memory lengths of a published rule's learners; one number is one learner [the rule's own].
+        tuner_eps: Added to a published rule's divisor [the rule's own].
+        settings: All of the tuner's constants as a `Settings` object. Not with the options that it contains.
 
     Raises:
         ValueError: A value is out of range, or the optimizer cannot be mechanized.
