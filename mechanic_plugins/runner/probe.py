@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from mechanic_plugins.api import peak_lr, plain_lrs
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.optimizer.step import is_called_by
 from mechanic_plugins.runner.console import STOPPED, is_first_rank, say
@@ -40,6 +41,7 @@ class _Run:
         self.setting = next((text for module, text in _SETTINGS.items() if is_called_by(module)), None)
         self.history = ScaleHistory(limit=2 * probe or 512)
         self.learned = optimizer.learned
+        self.peaks: list[float] = []
         self.before = int(optimizer.tuner.steps) - 1
         self.steps = self.calls = 0
 
@@ -85,6 +87,7 @@ class Recorder:
         if run.calls in _ANNOUNCED and not self._probe and self._speaks and not _LOGGERS & sys.modules.keys():
             say(f"{run.base.__name__}: learning rate in force at step {run.calls}: {max(optimizer.effective_lrs):.3g}")
         if self._probe:
+            run.peaks = list(map(peak_lr, optimizer.param_groups))
             run.steps = int(optimizer.tuner.steps) - run.before  # not the calls: DeepSpeed steps in parts
             if self._is_complete():
                 self._report_probe()
@@ -143,10 +146,8 @@ def _lines(run: _Run, probe: int) -> list[str]:
 
 
 def _code(run: _Run, lr: float) -> str:
-    groups = run.learned.tolist()
-    if len(set(groups)) == 1:
+    lrs = [f"{each:.3g}" for each in plain_lrs(run.learned.tolist(), run.peaks)]
+    if len(set(lrs)) == 1:
         module = "torch.optim" if run.base.__module__.startswith("torch.optim.") else run.base.__module__
         return f"{module}.{run.base.__qualname__}(model.parameters(), lr={lr:.3g})  # your other arguments"
-    smallest = min(filter(None, groups))  # also given to groups without trained weights
-    lrs = ", ".join(f"{group or smallest:.3g}" for group in groups)
-    return f'for group, lr in zip(optimizer.param_groups, [{lrs}]): group["lr"] = lr'
+    return f'for group, lr in zip(optimizer.param_groups, [{", ".join(lrs)}]): group["lr"] = lr'

@@ -56,7 +56,31 @@ def test_groups_that_never_moved_and_a_program_that_ends_first(run_warm: Runner,
     assert ended == "ended"
     lr = title.removeprefix("Mechanic around SGD, 30 of 40 steps, then the program ended: learned lr ")
     assert float(lr) > 0
-    assert code == f'  for group, lr in zip(optimizer.param_groups, [{lr}, {lr}, {lr}]): group["lr"] = lr'
+    assert code == f"  torch.optim.SGD(model.parameters(), lr={lr})  # your other arguments"
+
+
+HELD = """
+groups = [{"params": [model.bias], "lr": 0.0}, {"params": [model.weight], "lr": 1e-3}]
+optimizer = torch.optim.AdamW(groups)
+"""
+NEVER = """
+model.bias.requires_grad_(False)
+groups = [{"params": [model.bias], "lr": 1e-2}, {"params": [model.weight], "lr": 1e-3}]
+optimizer = torch.optim.AdamW(groups)
+"""
+
+
+@pytest.mark.parametrize(("build", "share"), [(HELD, 0), (NEVER, 10)])
+def test_a_probe_names_the_lrs_that_demechanize_would_set(
+    run_warm: Runner, tmp_path: Path, build: str, share: float
+) -> None:
+    """A group held at 0 used to be advised the other's lr, and one that learned nothing the other's times its own."""
+    write(tmp_path, build)
+    done = run_warm("--options", "scope=group", "--probe", "40", "train.py")
+    assert done.returncode == 0, done.stderr
+    first, second = map(float, done.stdout.partition("optimizer.param_groups, [")[2].partition("]")[0].split(","))
+    assert first == pytest.approx(share * second, rel=0.01)
+    assert second > 0
 
 
 def test_a_probe_of_something_else_fails_after_as_many_steps(run_warm: Runner, tmp_path: Path) -> None:
