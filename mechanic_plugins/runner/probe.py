@@ -14,9 +14,9 @@ from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.optimizer.step import is_called_by
 from mechanic_plugins.runner.console import STOPPED, is_first_rank, say
 from mechanic_plugins.runner.plan import Events
-from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, remarks, report
+from mechanic_plugins.summary import NOTHING_LEARNED, STILL_RISING, ScaleHistory, is_still_rising, remarks, report
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "forget_reports"]
 
 
 _SETTINGS = {
@@ -33,6 +33,11 @@ _probes: set[int] = set()
 """Those recorded in this process. A runner started by a runner records twice, and reports once."""
 
 
+def forget_reports() -> None:
+    """For a forked child, whose parent's reports are not its own."""
+    _probes.clear()
+
+
 class _Run:
     """One optimizer's run. May outlive the optimizer, and does not keep it alive."""
 
@@ -42,7 +47,7 @@ class _Run:
         self.history = ScaleHistory(limit=2 * probe or 512)
         self.learned = optimizer.learned
         self.peaks: list[float] = []
-        self.before = int(optimizer.tuner.steps) - 1
+        self.before = max(int(optimizer.tuner.steps) - 1, 0)  # without gradients, the first call made no step
         self.steps = self.calls = 0
 
     def record(self, optimizer: MechanicOptimizer) -> None:
@@ -50,12 +55,15 @@ class _Run:
         self.history.record(optimizer)
         self.learned = optimizer.learned
 
-    def said(self) -> list[str]:
+    def said(self, *, is_whole: bool) -> list[str]:
+        """The report at the end. A run that was cut short is not told to train for longer."""
         optimizer, name = self.optimizer(), self.base.__name__
         if optimizer is not None:
-            return [f"{name}: {report(optimizer)}", *remarks(optimizer, self.history)]
-        rising = [STILL_RISING] if is_still_rising(self.history) else []
-        return [f"{name}: Mechanic learned a learning rate of {float(self.learned.max()):.3g}.", *rising]
+            found = remarks(optimizer, self.history)
+            return [f"{name}: {report(optimizer)}", *(one for one in found if is_whole or one != STILL_RISING)]
+        lr = float(self.learned.max())
+        rising = [STILL_RISING] if is_whole and is_still_rising(self.history) else []
+        return [f"{name}: {f'Mechanic learned a learning rate of {lr:.3g}.' if lr else NOTHING_LEARNED}", *rising]
 
 
 class Recorder:
@@ -110,22 +118,23 @@ class Recorder:
             time.sleep(0.05)
         return STOPPED
 
-    def finish(self) -> None:
-        """Called when the program has ended by itself."""
+    def finish(self, *, is_whole: bool) -> None:
+        """Called when the program has ended by itself; `is_whole` unless an error cut it short."""
         if self._probe:
             self._report_probe()
         elif self._speaks and "transformers.trainer" not in sys.modules:  # its callback reports it
             for run in self._runs:
-                for line in run.said():
+                for line in run.said(is_whole=is_whole):
                     say(line)
 
     def _report_probe(self) -> None:
-        if self._has_reported:
+        runs = [run for run in self._runs if run.steps]
+        if self._has_reported or not runs:
             return
         self._has_reported = True
         self._events.note("probed")
         if self._speaks:
-            for run in self._runs:
+            for run in runs:
                 sys.stdout.write("\n".join(_lines(run, self._probe)) + "\n")
             sys.stdout.flush()
         if is_first_rank():

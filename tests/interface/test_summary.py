@@ -161,8 +161,18 @@ def test_a_single_learning_rate_is_one_number() -> None:
 def test_nothing_learned_is_said() -> None:
     opt = mechanize(torch.optim.SGD(perceptron().parameters(), lr=0.5))
     assert "learned no learning rate" in report(opt)
-    assert remarks(opt, None) == remarks(opt, Played([0.0] * 60).history)
+    assert remarks(opt, None) == remarks(opt, ScaleHistory())
     assert remarks(opt, None)[0].startswith("Mechanic made no step: optimizer.step() was replaced or never called")
+
+
+def test_a_step_without_gradients_is_not_called_missing() -> None:
+    opt, history = mechanize(torch.optim.SGD(perceptron().parameters(), lr=0.5)), ScaleHistory()
+    for _ in range(3):
+        opt.step()
+        history.record(opt)
+    assert [remark.partition(", so")[0] for remark in remarks(opt, history)] == [
+        "Mechanic made no step: optimizer.step() was called, but none of its weights had a gradient"
+    ]
 
 
 def test_a_run_that_skips_too_many_steps_and_still_rises_says_both() -> None:

@@ -265,9 +265,25 @@ optimizer = Own(model.parameters())
 """
 
 
+OTHER_WEIGHTS = "optimizer = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in model.parameters()])"
+STEPS_LATER = """
+optimizer = torch.optim.AdamW(model.parameters())
+class lazy:
+    zero_grad = optimizer.zero_grad
+    calls = 0
+    def step():
+        lazy.calls += 1
+        if lazy.calls <= 5:
+            optimizer.zero_grad()
+        optimizer_.step()
+optimizer_, optimizer = optimizer, lazy
+"""
+
+
 @pytest.mark.parametrize(
     ("build", "status", "said"),
     [
+        (OTHER_WEIGHTS, 6, "Mechanic made no step in AdamW: its step() was called, but none of its weights had a"),
         (REPLACED_STEP, 6, "Mechanic made no step in AdamW (the program replaced its step() by __main__.step_by_hand)"),
         (REPLACED_LATE, 6, "Mechanic made no step in AdamW after step 1 (the program replaced its step() by "),
         (WRAPPED_STEP, 0, "AdamW: Mechanic learned a learning rate of"),
@@ -276,7 +292,16 @@ optimizer = Own(model.parameters())
         (TWO_BUILT, 0, "AdamW: Mechanic learned a learning rate of"),
         (OWN_NEW, 3, "__main__.Own trained without Mechanic: its __new__ does not pass its arguments on."),
     ],
-    ids=["step replaced", "replaced late", "step wrapped", "never stepped", "another", "one of two", "own __new__"],
+    ids=[
+        "other weights",
+        "step replaced",
+        "replaced late",
+        "step wrapped",
+        "never stepped",
+        "another",
+        "one of two",
+        "own __new__",
+    ],
 )
 def test_training_without_mechanic_is_told(
     run_warm: Runner, tmp_path: Path, build: str, status: int, said: str
@@ -287,6 +312,31 @@ def test_training_without_mechanic_is_told(
     assert done.stdout == "ended\n"
     assert said in done.stderr
     assert done.returncode == status
+
+
+def test_a_probe_without_gradients_has_seen_no_step(run_warm: Runner, tmp_path: Path) -> None:
+    """It used to say "1 of 20 steps" and to exit with status 0."""
+    write(tmp_path, OTHER_WEIGHTS, steps=5)
+    done = run_warm("--probe", "20", "train.py")
+    assert done.returncode == 4, done.stderr
+    assert done.stdout == "ended\n"
+    assert "--probe 20: no mechanized optimizer made a step (step() was called, but no weight had a grad" in done.stderr
+
+
+def test_steps_without_gradients_are_not_counted(run_warm: Runner, tmp_path: Path) -> None:
+    write(tmp_path, STEPS_LATER, steps=12)
+    done = run_warm("--probe", "20", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "Mechanic around AdamW, 7 of 20 steps, then the program ended: learned lr" in done.stdout
+
+
+def test_a_run_without_gradients_is_told_why(run_warm: Runner, tmp_path: Path) -> None:
+    """It used to be told that its step() was replaced or never called."""
+    write(tmp_path, OTHER_WEIGHTS, steps=5)
+    done = run_warm("--replace", "torch.optim.AdamW", "train.py")
+    assert "AdamW: Mechanic learned no learning rate" in done.stderr
+    assert "Mechanic made no step: optimizer.step() was called, but none of its weights had a gradient" in done.stderr
+    assert "replaced or never called" not in done.stderr
 
 
 RISING = """
@@ -303,6 +353,30 @@ def test_short_runs_that_still_rise_say_so_once(run_warm: Runner, tmp_path: Path
     done = run_warm("--replace", "torch.optim.AdamW", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("still looking for its scale when the run ended") == 1
+
+
+END = """
+def end(*_):
+    if optimizer.tuner.steps == 9:
+        {how}
+optimizer.register_step_post_hook(end)
+"""
+
+
+@pytest.mark.parametrize("how", ["raise RuntimeError('out of memory')", "raise KeyboardInterrupt", "sys.exit(3)"])
+def test_a_run_that_failed_is_not_told_to_train_longer(run_warm: Runner, tmp_path: Path, how: str) -> None:
+    write(tmp_path, RISING + END.format(how=how), steps=20)
+    done = run_warm("--replace", "torch.optim.AdamW", "train.py")
+    assert done.returncode != 0
+    assert "AdamW: Mechanic learned a learning rate of" in done.stderr
+    assert "still looking for its scale" not in done.stderr
+
+
+def test_a_run_that_stops_by_itself_is(run_warm: Runner, tmp_path: Path) -> None:
+    write(tmp_path, RISING + END.format(how="sys.exit()"), steps=20)
+    done = run_warm("--replace", "torch.optim.AdamW", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "still looking for its scale" in done.stderr
 
 
 def test_the_lr_in_force_is_said_where_nothing_else_logs_it(run_warm: Runner, tmp_path: Path) -> None:
