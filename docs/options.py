@@ -18,7 +18,8 @@ from mechanic_plugins.core.settings import PUBLISHED
 from mechanic_plugins.options import parameters
 
 PAGE = Path(__file__).parent / "options.md"
-CONSTANTS = ("s_init", "s_decay", "eps")
+CONSTANTS = {"s_init": "s_init", "s_decay": "s_decay", "tuner_eps": "eps"}
+"""The options, and the names of their constants in `Settings`."""
 
 
 def arguments() -> dict[str, str]:
@@ -42,7 +43,7 @@ def constants_table() -> str:
     """The constants of each published rule."""
     lines = [f"| `rule` | {' | '.join(f'`{name}`' for name in CONSTANTS)} |", "|---" * (1 + len(CONSTANTS)) + "|"]
     for rule, constants in PUBLISHED.items():
-        lines.append(f"| `{_shown(rule)}` | {' | '.join(_shown(constants[name]) for name in CONSTANTS)} |")
+        lines.append(f"| `{_shown(rule)}` | {' | '.join(_shown(constants[name]) for name in CONSTANTS.values())} |")
     return "\n".join(lines)
 
 

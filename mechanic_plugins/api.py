@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, overload
 
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from mechanic_plugins.checkpoints import state as checkpoint
-from mechanic_plugins.checkpoints.leaving import filled
 from mechanic_plugins.classes import Mechanized, class_with, not_built, wrap
 from mechanic_plugins.core.groups import release
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import Options, configured
 
-__all__ = ["Options", "chain", "demechanize", "find", "mechanize", "peak_lr", "unwrap"]
+__all__ = ["Options", "chain", "demechanize", "find", "mechanize", "peak_lr", "plain_lrs", "unwrap"]
 
 
 @overload
@@ -51,8 +51,11 @@ def mechanize(
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
         backend: "fused" (Mechanic and the base in a few launches), "triton" or "foreach" (around any base).
             "auto" takes the first that works here.
-        settings: The tuner's constants as a `Settings` object, for research. Not with rule, scope or max_scale, which
-            it contains.
+        s_init: A published rule's first scale [the rule's own].
+        s_decay: A published rule's norm penalty, the paper's lambda [the rule's own].
+        tuner_betas: Memory lengths of a published rule's learners; one number is one learner [the rule's own].
+        tuner_eps: Added to a published rule's divisor [the rule's own].
+        settings: All of the tuner's constants as a `Settings` object. Not with the options that it contains.
 
     Raises:
         ValueError: A value is out of range, or the optimizer cannot be mechanized.
@@ -110,8 +113,8 @@ def demechanize(optimizer: Any) -> Optimizer:
     By a published rule, which rescales past updates, this rate does not continue the run as it was: compare it with
     others.
 
-    The lrs are `optimizer.learned_lrs`. With `scope="group"`, a group that learned nothing (empty, or always frozen)
-    takes the smallest scale of the others.
+    The lrs are `optimizer.learned_lrs`. A group held at lr 0 stays there. With `scope="group"`, a group that learned
+    nothing (empty, or always frozen) takes the smallest scale of the others.
 
     Build a new scheduler on the result: an existing one holds the old learning rates. A framework's wrapper is looked
     into (see `unwrap`) but still holds Mechanic afterwards.
@@ -121,19 +124,29 @@ def demechanize(optimizer: Any) -> Optimizer:
         RuntimeError: Nothing was learned yet.
     """
     mechanic = unwrap(optimizer)
-    groups = mechanic.param_groups
-    peaks, lrs = [peak_lr(group) or 1.0 for group in groups], mechanic.learned_lrs
-    try:
-        scales = filled([lr / peak for lr, peak in zip(lrs, peaks, strict=True)])
-    except ValueError as error:
-        raise RuntimeError(f"{error}: the learning rate would be 0. Train a few steps before demechanize().") from error
-    for group, lr, scale, peak in zip(groups, lrs, scales, peaks, strict=True):
+    groups, learned = mechanic.param_groups, mechanic.learned_lrs
+    if not any(learned):
+        raise RuntimeError(
+            f"the learned learning rates are {learned}, none of them above 0: the learning rate would be 0. Train a "
+            "few steps before demechanize()."
+        )
+    for group, lr in zip(groups, plain_lrs(learned, list(map(peak_lr, groups))), strict=True):
         if group.get("lr") is not None:
-            group["lr"] = group["lr"] * 0 + (lr or scale * peak)  # a tensor stays one
+            group["lr"] = group["lr"] * 0 + lr  # a tensor stays one
             group.pop("initial_lr", None)  # a new scheduler starts at lr
     checkpoint.strip(groups, mechanic.state)
     release(groups)
     return mechanic.base
+
+
+def plain_lrs(learned: Sequence[float], peaks: Sequence[float]) -> list[float]:
+    """Each group's lr in a plain optimizer, from `learned_lrs` and the peaks of the schedules.
+
+    A group that learned nothing, but is not held at 0, takes the smallest scale of the others: if it is trained later,
+    it should not start faster than they, relative to its lr.
+    """
+    smallest = min((lr / peak for lr, peak in zip(learned, peaks, strict=True) if lr > 0 < peak), default=0.0)
+    return [lr or smallest * peak for lr, peak in zip(learned, peaks, strict=True)]
 
 
 def peak_lr(group: dict[str, Any]) -> float:

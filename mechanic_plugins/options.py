@@ -5,13 +5,22 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast, get_type_hints
 
 import torch
 import torch.distributed as dist
 
-from mechanic_plugins.core.settings import Rule, Scope, Settings, check_max_grad_norm, checked_delta_dtype
+from mechanic_plugins.core.settings import (
+    Rule,
+    Scope,
+    Settings,
+    check_max_grad_norm,
+    check_range,
+    checked_delta_dtype,
+    is_number,
+)
 from mechanic_plugins.passes.planner import Backend, check_backend
 
 __all__ = ["DEFAULTS", "Options", "configured", "hint", "literal", "parameters", "parsed"]
@@ -28,12 +37,20 @@ class Options(TypedDict, total=False):
     group: dist.ProcessGroup | None
     sync_replicas: bool
     backend: Backend
+    s_init: float | None
+    s_decay: float | None
+    tuner_betas: Sequence[float] | float | None
+    tuner_eps: float | None
     settings: Settings | None
 
 
 _GIVEN: Options = {"scope": "all", "sync_replicas": False, "backend": "auto"}
 DEFAULTS = cast(Options, dict.fromkeys(Options.__annotations__) | _GIVEN)
-_TUNING = ("rule", "scope", "max_scale")
+_TUNING = {name: name for name in ("rule", "scope", "max_scale", "s_init", "s_decay")} | {
+    "tuner_betas": "betas",
+    "tuner_eps": "eps",
+}
+"""The options that make up the settings, and their names there. Most bases have betas and an eps of their own."""
 
 
 def parameters() -> list[inspect.Parameter]:
@@ -52,13 +69,19 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in DEFAULTS:
             end = f" It has {', '.join(DEFAULTS)}."
-            if name in Settings.__dataclass_fields__:
-                end += f" {name} belongs in settings=Settings({name}=...)."
+            if f"tuner_{name}" in DEFAULTS:
+                end += f" The tuner's {name} is the option tuner_{name}; the base's is the base's own argument."
+            elif name in Settings.__dataclass_fields__:
+                end += f" {name} can be set in Python alone, by mechanize(..., settings=Settings({name}=...))."
             raise TypeError(f"mechanize() has no option {name!r}{hint(name, DEFAULTS)}{end}")
     values: dict[str, Any] = {**DEFAULTS, **options}
     settings, tuning = values.pop("settings"), {name: values.pop(name) for name in _TUNING}
     check_max_grad_norm(values["max_grad_norm"])
+    if values["max_grad_norm"] is not None:
+        values["max_grad_norm"] = float(values["max_grad_norm"])
     values["delta_dtype"] = checked_delta_dtype(values["delta_dtype"])
+    if not isinstance(values["backend"], str):
+        raise TypeError(f"backend must be a string such as 'auto', got {values['backend']!r}.")
     check_backend(values["backend"])
     if not isinstance(values["sync_replicas"], bool):
         raise TypeError(f"sync_replicas must be True or False, got {values['sync_replicas']!r}.")
@@ -78,13 +101,24 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(settings: Any, tuning: dict[str, Any]) -> Settings:
     if settings is None:
-        return Settings(**{name: value for name, value in tuning.items() if (name, value) != ("rule", None)})
+        given = {_TUNING[name]: value for name, value in tuning.items() if name == "scope" or value is not None}
+        if is_number(given.get("betas")):  # one learner: text cannot say that it is a tuple of one
+            given["betas"] = (given["betas"],)
+        try:
+            made = Settings(**given)
+            check_range(made)
+        except ValueError as error:
+            raise ValueError(re.sub(r"^(betas|eps)\b", r"tuner_\1", str(error))) from error
+        return made
     if not isinstance(settings, Settings):
-        raise TypeError(f"settings must be a mechanic_plugins.Settings object, got {settings!r}.")
-    if given := [name for name, value in tuning.items() if value != DEFAULTS[name]]:  # type: ignore[literal-required]
-        raise ValueError(
-            f"{' and '.join(given)} cannot be combined with settings=: write settings=Settings({given[0]}=..., ...)."
+        raise TypeError(
+            f"settings must be a mechanic_plugins.Settings object, got {settings!r}: Python code alone can write one. "
+            "In text, give its constants one by one, as rule=paper,s_decay=0.1."
         )
+    if beside := [name for name, value in tuning.items() if value is not None and (name, value) != ("scope", "all")]:
+        names = ", ".join(f"{_TUNING[name]}=..." for name in beside)
+        raise ValueError(f"{' and '.join(beside)} cannot be combined with settings=: write settings=Settings({names}).")
+    check_range(settings)
     return settings
 
 

@@ -91,6 +91,7 @@ def _checked(plan: Plan, events: Events, arguments: list[str]) -> Iterator[None]
         yield
     except SystemExit as end:
         if end.code and not events.of("probed"):
+            watch.was_cut_short = True
             raise
         watch.finish()
         _check(plan, events, arguments)
@@ -107,8 +108,10 @@ def _check(plan: Plan, events: Events, arguments: list[str]) -> None:
     others = ", ".join(sorted(events.of("built"))) or "none"
     if {"-h", "--help"} & set(arguments):
         return
+    bare = set() if events.of("stepped") else events.of("bare")
     if plan.probe and not events.of("probed"):
-        stop(f"--probe {plan.probe}: no mechanized optimizer made a step (optimizers built: {others}).", NOTHING)
+        why = "step() was called, but no weight had a gradient" if bare else f"optimizers built: {others}"
+        stop(f"--probe {plan.probe}: no mechanized optimizer made a step ({why}).", NOTHING)
     if plan.replace and not plan.is_default:
         _check_replaced(plan, events, others)
     elif not events.of("mechanic"):
@@ -121,6 +124,12 @@ def _check(plan: Plan, events: Events, arguments: list[str]) -> None:
         )
     if idle := events.of("idle") or (set() if events.of("stepped") else events.of("unused")):
         stop(f"warning: Mechanic made no step in {'; '.join(sorted(idle))}: it trained without Mechanic.", IDLE)
+    if bare:
+        stop(
+            f"warning: Mechanic made no step in {', '.join(sorted(bare))}: its step() was called, but none of its "
+            "weights had a gradient.",
+            IDLE,
+        )
     if events.of("mechanic") and not events.of("stepped"):
         if plain := events.of("plain"):
             stop(f"warning: Mechanic made no step: {', '.join(sorted(plain))} trained without it.", IDLE)
@@ -163,7 +172,13 @@ def _run_module(arguments: list[str]) -> None:
     sys.argv = arguments
     _lead_the_path(Path.cwd())
     sys.modules["__main__"] = ModuleType("__main__")
-    runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
+    try:
+        runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
+    except SystemExit as end:
+        said, refusal = str(end.code), f"{sys.executable}: "  # how runpy says that there is no such module
+        if said.startswith(refusal):
+            stop(f"-m {arguments[0]} cannot be run: {said.removeprefix(refusal)}")
+        raise
 
 
 def _run_script(script: str, arguments: list[str]) -> None:

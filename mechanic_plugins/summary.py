@@ -22,11 +22,25 @@ from torch import Tensor
 
 from mechanic_plugins.optimizer import MechanicOptimizer
 
-__all__ = ["STILL_RISING", "ScaleHistory", "is_still_rising", "learned", "remarks", "report", "rules"]
+__all__ = [
+    "NOTHING_LEARNED",
+    "STILL_RISING",
+    "ScaleHistory",
+    "is_still_rising",
+    "learned",
+    "remarks",
+    "report",
+    "rules",
+]
 
 STILL_RISING = (
     "Mechanic was still looking for its scale when the run ended, so most of it was trained at too small a learning "
     "rate: train for more steps."
+)
+NOTHING_LEARNED = "Mechanic learned no learning rate: the run made no step, or too few."
+_NO_GRADIENT = (
+    "Mechanic made no step: optimizer.step() was called, but none of its weights had a gradient, so nothing was "
+    "trained. Build the optimizer from the weights of the model that backward() goes through."
 )
 _NO_STEP = "Mechanic made no step: optimizer.step() was replaced or never called, so nothing was trained with it."
 _AGREEMENT = 0.8
@@ -81,7 +95,7 @@ def report(optimizer: MechanicOptimizer) -> str:
     """One line with the learned learning rate and the rule that learned it. Waits for the device."""
     lr, rule = optimizer.learned_lr, optimizer.settings.rule
     if not lr:
-        return "Mechanic learned no learning rate: the run made no step, or too few."
+        return NOTHING_LEARNED
     lrs = optimizer.effective_lrs
     return learned(lr, rule, groups=len(lrs) if len(set(lrs)) > 1 else 1)
 
@@ -105,7 +119,7 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
     metrics = optimizer.metrics()
     steps, skipped = (int(metrics[f"mechanic/{name}"]) for name in ("steps", "skipped_steps"))
     if not steps + skipped:
-        return [_NO_STEP]
+        return [_NO_GRADIENT if history is not None and len(history) else _NO_STEP]
     moved = metrics.get("mechanic/moved")
     if steps >= 10 and moved is not None and moved < _HARDLY:
         found.append(

@@ -61,10 +61,17 @@ def release(groups: Sequence[Group]) -> None:
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """Each group's "name", or pg1, pg2, ... for groups without a unique one."""
-    given = [group.get("name") for group in groups]
+    """Each group's "name", or pg1, pg2, ... for groups without a unique one; no two are alike."""
+    given = [None if group.get("name") is None else str(group["name"]) for group in groups]
     count = Counter(given)
-    return [f"pg{place}" if name is None or count[name] > 1 else str(name) for place, name in enumerate(given, start=1)]
+    names = []
+    for place, name in enumerate(given, start=1):
+        if name is None or count[name] > 1:
+            name = f"pg{place}"
+            while count[name] == 1:  # another group's own
+                name += "_"
+        names.append(name)
+    return names
 
 
 def average(values: Sequence[float], groups: Sequence[Group]) -> float:

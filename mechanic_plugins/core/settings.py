@@ -8,11 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-__all__ = ["PUBLISHED", "Rule", "Scope", "Settings", "check_max_grad_norm", "checked_delta_dtype"]
+__all__ = [
+    "PUBLISHED",
+    "Rule",
+    "Scope",
+    "Settings",
+    "check_max_grad_norm",
+    "check_range",
+    "checked_delta_dtype",
+    "is_number",
+]
 
 Rule = Literal["relative", "paper", "experiments", "optax", "theory"]
 Scope = Literal["all", "group"]
@@ -27,6 +37,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """The constants that each rule was published with."""
 _UNSET: Any = None
 """Stands for the rule's own constant. The default rule has none of these."""
+_SMALLEST, _LARGEST = 1e-30, 1e20
+"""Between them nothing overflows once it is multiplied by a learning rate and squared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +73,8 @@ class Settings:
             value = getattr(self, name)
             if self.rule == "relative" and value is not None:
                 raise ValueError(
-                    f"{name} belongs to the published rules, got {name}={value!r} with the default one: write "
-                    f"Settings(rule='paper', {name}={value!r}), or leave it out."
+                    f"{name} belongs to the published rules, got {value!r} with the default one: choose one of them, "
+                    "as rule='paper', or leave it out."
                 )
             if value is None and constants:
                 object.__setattr__(self, name, constants[name])
@@ -76,6 +88,9 @@ class Settings:
                     f"eps must be > 0 with rule={self.rule!r}, got 0: the rule divides eps by eps in its first step. "
                     "Use 1e-8, or rule='paper'."
                 )
+        for name in ("max_scale", "s_init", "s_decay", "eps"):
+            if (value := getattr(self, name)) is not None:  # numpy's floats could not be loaded with weights_only
+                object.__setattr__(self, name, float(value))
 
     @property
     def n(self) -> int:
@@ -103,6 +118,20 @@ class _Allowed(NamedTuple):
             raise ValueError(f"{name} must be {self.description}, got {value!r}{end}")
 
 
+def check_range(settings: Settings) -> None:
+    """Rejects numbers so small or large that a step would overflow, or save what a load then calls damaged.
+
+    Apart from the constructor, which also takes constants that were multiplied by the base's lr.
+    """
+    for name in ("max_scale", "s_init", "s_decay", "eps"):
+        value = getattr(settings, name)
+        if value and not _SMALLEST <= value <= _LARGEST:
+            raise ValueError(
+                f"{name} must lie between {_SMALLEST:g} and {_LARGEST:g}, got {value!r}: a step would overflow, "
+                "or round it to 0. The paper's constants lie between 1e-8 and 0.01; max_scale=None is no cap."
+            )
+
+
 def check_max_grad_norm(value: object) -> None:
     """Validates the option. It is not one of the tuner's settings, so checkpoints do not contain it."""
     _MAX_GRAD_NORM.check("max_grad_norm", value)
@@ -115,27 +144,33 @@ def checked_delta_dtype(value: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_number(value: object) -> bool:
+    """Whether this is a real number, one of numpy's included, that fits into a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return not math.isnan(float(value))
+    except OverflowError:
+        return False
 
 
 def _one_of(*choices: str) -> _Allowed:
-    return _Allowed(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
+    described = f"one of {', '.join(map(repr, choices))}"
+    return _Allowed(described, lambda value: isinstance(value, str) and value in choices)
 
 
-_NOT_NEGATIVE = "a finite number >= 0", lambda x: _is_number(x) and 0 <= x < math.inf
+_POSITIVE = "a finite number > 0", lambda x: is_number(x) and 0 < x and math.isfinite(x)
+_NOT_NEGATIVE = "a finite number >= 0", lambda x: is_number(x) and 0 <= x and math.isfinite(x)
 _ALLOWED: dict[str, _Allowed] = {
     "rule": _one_of(*get_args(Rule)),
     "scope": _one_of(*get_args(Scope)),
     "max_scale": _Allowed(
         "a finite number > 0",
-        lambda x: x is None or (_is_number(x) and 0 < x < math.inf),
+        lambda x: x is None or _POSITIVE[1](x),
         "the scale is capped there and would never leave zero. Leave it None for no cap.",
     ),
     "s_init": _Allowed(
-        "a finite number > 0",
-        lambda x: _is_number(x) and 0 < x < math.inf,
-        "the tuner multiplies its wealth by s_init and would never leave zero. The paper's is 1e-8.",
+        *_POSITIVE, "the tuner multiplies its wealth by s_init and would never leave zero. The paper's is 1e-8."
     ),
     "s_decay": _Allowed(*_NOT_NEGATIVE, "it is the weight of a norm penalty; 0 turns it off."),
     "eps": _Allowed(*_NOT_NEGATIVE, "it is added to the divisor sqrt(v); the paper's value is 1e-8."),
@@ -143,12 +178,12 @@ _ALLOWED: dict[str, _Allowed] = {
 }
 _MAX_GRAD_NORM = _Allowed(
     "None or a number > 0",
-    lambda x: x is None or (_is_number(x) and x > 0),
+    lambda x: x is None or (is_number(x) and x > 0),
     "gradients with a larger norm are scaled down to it. 1.0 is a common choice; None does not clip.",
 )
 _DELTA_DTYPE = _Allowed(
     "None, torch.float32 or torch.bfloat16",
-    lambda x: x is None or x in (torch.float32, torch.bfloat16),
+    lambda x: x is None or (isinstance(x, torch.dtype) and x in (torch.float32, torch.bfloat16)),
     "the starting weights are kept in it. bfloat16 halves their memory; None keeps the weights' own dtype.",
 )
 
@@ -160,7 +195,7 @@ def _check_betas(betas: object) -> None:
             f"one learner. The paper's are {_BETAS}."
         )
     for beta in betas:
-        if not _is_number(beta) or not 0 < beta <= 1:
+        if not is_number(beta) or not 0 < beta <= 1:
             raise ValueError(
                 f"betas must be numbers in (0, 1], got {beta!r}: a beta is the discount factor of past gradients; 1 "
                 "keeps all of them."

@@ -10,6 +10,7 @@ optimizer state is loaded. One class serves `lightning.pytorch` and `pytorch_lig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -77,7 +78,11 @@ class Mechanic(Callback):
         group: The ranks that share the parameters, if not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
         backend: The implementation: "auto", "fused", "triton" or "foreach".
-        settings: The tuner's constants, for research. Not with rule, scope or max_scale, which it contains.
+        s_init: A published rule's first scale.
+        s_decay: A published rule's norm penalty, the paper's lambda.
+        tuner_betas: Memory lengths of a published rule's learners; one number is one learner.
+        tuner_eps: Added to a published rule's divisor.
+        settings: All of the tuner's constants as a `Settings` object. Not with the options that it contains.
         log: Log the scale and the effective lr, in the steps that the Trainer logs and at the end of each epoch.
         prog_bar: Show the effective lr in the progress bar as `mechanic_lr`, which synchronises with the device.
     """
@@ -93,6 +98,10 @@ class Mechanic(Callback):
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",
+        s_init: float | None = None,
+        s_decay: float | None = None,
+        tuner_betas: Sequence[float] | float | None = None,
+        tuner_eps: float | None = None,
         settings: Settings | None = None,
         log: bool = True,
         prog_bar: bool = False,

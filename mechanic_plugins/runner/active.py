@@ -31,6 +31,7 @@ def activate(plan: Plan) -> Watch:
     hook.after_import("torch.optim.optimizer", watch.install)
     for each in plan.replace:
         wait_for(each, plan, events)
+    hook.after_import("multiprocessing.util", watch.follow_children)
     if plan.replace:
         for package in ("lightning.pytorch", "pytorch_lightning"):
             # the package is complete by then

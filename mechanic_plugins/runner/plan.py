@@ -59,8 +59,8 @@ class Events:
     """A file that all processes of a run append to; each notes an event once.
 
     Read by the runner: "torch" (was imported), "gradients" (were computed), "built" (a class), "mechanic", "stepped",
-    "idle", "unused" and "missed" (a class), "replaced" (a name), "probed", "reported". "told" and "plain" only keep a
-    process from repeating itself.
+    "bare", "idle", "unused" and "missed" (a class), "replaced" (a name), "probed", "reported". "told" and "plain" only
+    keep a process from repeating itself.
     """
 
     def __init__(self, path: str) -> None:

@@ -9,13 +9,22 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from mechanic_plugins.api import peak_lr, plain_lrs
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.optimizer.step import is_called_by
 from mechanic_plugins.runner.console import STOPPED, is_first_rank, say
 from mechanic_plugins.runner.plan import Events
-from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, learned, remarks, report
+from mechanic_plugins.summary import (
+    NOTHING_LEARNED,
+    STILL_RISING,
+    ScaleHistory,
+    is_still_rising,
+    learned,
+    remarks,
+    report,
+)
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "forget_reports"]
 
 
 _SETTINGS = {
@@ -36,6 +45,11 @@ _probes: set[int] = set()
 """Those recorded in this process. A runner started by a runner records twice, and reports once."""
 
 
+def forget_reports() -> None:
+    """For a forked child, whose parent's reports are not its own."""
+    _probes.clear()
+
+
 class _Run:
     """One optimizer's run. May outlive the optimizer, and does not keep it alive."""
 
@@ -44,7 +58,8 @@ class _Run:
         self.setting = next((text for module, text in _SETTINGS.items() if is_called_by(module)), None)
         self.history = ScaleHistory(limit=2 * probe or 512)
         self.learned = optimizer.learned
-        self.before = int(optimizer.tuner.steps) - 1
+        self.peaks: list[float] = []
+        self.before = max(int(optimizer.tuner.steps) - 1, 0)  # without gradients, the first call made no step
         self.steps = self.calls = 0
 
     def record(self, optimizer: MechanicOptimizer) -> None:
@@ -52,12 +67,15 @@ class _Run:
         self.history.record(optimizer)
         self.learned = optimizer.learned
 
-    def said(self) -> list[str]:
+    def said(self, *, is_whole: bool) -> list[str]:
+        """The report at the end. A run that was cut short is not told to train for longer."""
         optimizer, name = self.optimizer(), self.base.__name__
         if optimizer is not None:
-            return [f"{name}: {report(optimizer)}", *remarks(optimizer, self.history)]
-        rising = [STILL_RISING] if is_still_rising(self.history) else []
-        return [f"{name}: {learned(float(self.learned.max()), self.rule)}", *rising]
+            found = remarks(optimizer, self.history)
+            return [f"{name}: {report(optimizer)}", *(one for one in found if is_whole or one != STILL_RISING)]
+        lr = float(self.learned.max())
+        rising = [STILL_RISING] if is_whole and is_still_rising(self.history) else []
+        return [f"{name}: {learned(lr, self.rule) if lr else NOTHING_LEARNED}", *rising]
 
 
 class Recorder:
@@ -89,6 +107,7 @@ class Recorder:
         if run.calls in _ANNOUNCED and not self._probe and self._speaks and not _LOGGERS & sys.modules.keys():
             say(f"{run.base.__name__}: learning rate in force at step {run.calls}: {max(optimizer.effective_lrs):.3g}")
         if self._probe:
+            run.peaks = list(map(peak_lr, optimizer.param_groups))
             run.steps = int(optimizer.tuner.steps) - run.before  # not the calls: DeepSpeed steps in parts
             if self._is_complete():
                 self._report_probe()
@@ -111,22 +130,23 @@ class Recorder:
             time.sleep(0.05)
         return STOPPED
 
-    def finish(self) -> None:
-        """Called when the program has ended by itself."""
+    def finish(self, *, is_whole: bool) -> None:
+        """Called when the program has ended by itself; `is_whole` unless an error cut it short."""
         if self._probe:
             self._report_probe()
         elif self._speaks and "transformers.trainer" not in sys.modules:  # its callback reports it
             for run in self._runs:
-                for line in run.said():
+                for line in run.said(is_whole=is_whole):
                     say(line)
 
     def _report_probe(self) -> None:
-        if self._has_reported:
+        runs = [run for run in self._runs if run.steps]
+        if self._has_reported or not runs:
             return
         self._has_reported = True
         self._events.note("probed")
         if self._speaks:
-            for run in self._runs:
+            for run in runs:
                 sys.stdout.write("\n".join(_lines(run, self._probe)) + "\n")
             sys.stdout.flush()
         if is_first_rank():
@@ -150,10 +170,8 @@ def _lines(run: _Run, probe: int) -> list[str]:
 
 
 def _code(run: _Run, lr: float) -> str:
-    groups = run.learned.tolist()
-    if len(set(groups)) == 1:
+    lrs = [f"{each:.3g}" for each in plain_lrs(run.learned.tolist(), run.peaks)]
+    if len(set(lrs)) == 1:
         module = "torch.optim" if run.base.__module__.startswith("torch.optim.") else run.base.__module__
         return f"{module}.{run.base.__qualname__}(model.parameters(), lr={lr:.3g})  # your other arguments"
-    smallest = min(filter(None, groups))  # also given to groups without trained weights
-    lrs = ", ".join(f"{group or smallest:.3g}" for group in groups)
-    return f'for group, lr in zip(optimizer.param_groups, [{lrs}]): group["lr"] = lr'
+    return f'for group, lr in zip(optimizer.param_groups, [{", ".join(lrs)}]): group["lr"] = lr'

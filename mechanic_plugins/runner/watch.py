@@ -31,7 +31,11 @@ class Watch:
         self._idle: list[Any] = []
         """The first few mechanized optimizers that have made no step yet. Kept alive until the end."""
         self._stepped_by: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """Those that have, with the id of the `step` set on the instance, if any, during their last step."""
+        """Those whose step was called, with the id of the `step` set on the instance, if any, during the last call."""
+        self._trained: WeakSet[Any] = WeakSet()
+        """Those that had a gradient in a step."""
+        self.was_cut_short = False
+        """Whether the program is known to have failed; an exception that nothing caught is found without it."""
         self._recorder: Any = None
         self._has_mechanic = False
         self._plain_steps = 0
@@ -64,6 +68,18 @@ class Watch:
 
         autograd.backward = backward
 
+    def follow_children(self, util: ModuleType) -> None:
+        """Has processes that multiprocessing starts report too: those made by fork run no exit handlers."""
+
+        def begin(watch: Watch) -> None:
+            watch._idle, watch._recorder = [], None  # a forked child has its parent's
+            watch._stepped_by.clear()
+            if "mechanic_plugins.runner.probe" in sys.modules:
+                sys.modules["mechanic_plugins.runner.probe"].forget_reports()
+            util.Finalize(None, watch.finish, exitpriority=0)
+
+        util.register_after_fork(self, begin)
+
     def _built(self, optimizer: Any) -> None:
         kind = type(optimizer)
         if is_mechanic(kind):
@@ -78,7 +94,9 @@ class Watch:
                 optimizer.register_step_post_hook(self._stepped_plain)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        self._events.note("stepped")
+        if optimizer not in self._trained and _has_grad(optimizer):
+            self._trained.add(optimizer)
+            self._events.note("stepped")
         self._stepped_by[optimizer] = id(vars(optimizer).get("step"))
         if self._idle:
             self._idle = [each for each in self._idle if each is not optimizer]
@@ -106,21 +124,26 @@ class Watch:
 
     def finish(self) -> None:
         """Called when the program has ended."""
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # the one that ends a process of multiprocessing
+        is_whole = not self.was_cut_short and (error is None or (isinstance(error, SystemExit) and not error.code))
         for optimizer in [*self._idle, *self._stepped_by]:
             self._check_step(optimizer)
         if self._recorder is not None:
-            self._recorder.finish()
+            self._recorder.finish(is_whole=is_whole)
         self._recorder, self._idle = None, []
         self._stepped_by.clear()
 
     def _check_step(self, optimizer: Any) -> None:
-        """Notes a `step` that the program set on the instance and that does not call ours, and one never called."""
+        """Notes a `step` that the program set on the instance and that does not call ours, or that had no effect."""
         step, name = vars(optimizer).get("step"), type(optimizer.base).__name__
         if step is not None and id(step) != self._stepped_by.get(optimizer):
             new = f"{getattr(step, '__module__', '?')}.{getattr(step, '__qualname__', step)}"
             after = f" after step {int(optimizer.tuner.steps)}" if optimizer in self._stepped_by else ""
             self._events.note("idle", f"{name}{after} (the program replaced its step() by {new})")
-        elif optimizer not in self._stepped_by and _has_grad(optimizer):
+        elif optimizer in self._stepped_by:
+            if optimizer not in self._trained:  # engines may have taken the gradients away again
+                self._events.note("stepped" if int(optimizer.tuner.steps) else "bare", name)
+        elif _has_grad(optimizer):
             self._events.note("unused", f"{name} (gradients were computed, but its step() was never called)")
 
 

@@ -47,7 +47,7 @@ def test_groups_that_learned_nothing_take_the_smallest_scale(scope: str) -> None
 def test_scope_group_without_any_step_is_refused_and_left_alone() -> None:
     _, opt = with_idle_groups("group")
     before = everything(opt)
-    with pytest.raises(RuntimeError, match=r"scales are \[0.0, 0.0, 0.0, 0.0\].*Train a few steps"):
+    with pytest.raises(RuntimeError, match=r"rates are \[0.0, 0.0, 0.0, 0.0\].*Train a few steps"):
         demechanize(opt)
     assert not differences(before, everything(opt))
 
@@ -113,7 +113,7 @@ def test_demechanize_before_anything_was_learned_is_refused(steps: int) -> None:
     opt = mechanize(torch.optim.AdamW(model.parameters()))
     train(model, opt, steps)
     before = everything(opt)
-    with pytest.raises(RuntimeError, match=r"scales are \[0.0\].*Train a few steps"):
+    with pytest.raises(RuntimeError, match=r"rates are \[0.0\].*Train a few steps"):
         demechanize(opt)
     assert not differences(before, everything(opt))
 

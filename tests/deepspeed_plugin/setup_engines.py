@@ -19,7 +19,9 @@ def run_from_json(rank: int, case: Case) -> dict[str, Any]:
     start(rank)
     engine, opt = engine_of(case)
     seen = train(engine, opt, case, range(case.steps))
-    return {**seen, "base": type(opt.base).__name__, "settings": repr(opt.settings), "report": report(opt)}
+    group = opt.param_groups[0]
+    own = {"base": type(opt.base).__name__, "base_group": (list(group["betas"]), group["eps"])}
+    return {**seen, **own, "settings": repr(opt.settings), "report": report(opt)}
 
 
 def run_given(rank: int, case: Case, what: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from engines import Case
 from ranks import Ranks
 from test_deepspeed_parity import assert_same_training
 
+from mechanic_plugins import Settings
+
 Engines = Callable[[int], Ranks]
 
 CPU = {"device": "cpu"}
@@ -45,6 +47,15 @@ def test_the_papers_rule_from_the_config_file(engines: Engines) -> None:
     same = Case(base_options={"lr": 1.0}, options={"rule": "paper"}, steps=12)
     assert_same_training(same, ranks, plain_side.plain_run(same))
     assert ranks[0]["report"].endswith('(rule="paper").')
+
+
+def test_the_constants_of_a_published_rule_are_params_too(engines: Engines) -> None:
+    """The base's betas and eps stay its own."""
+    constants = {"s_init": 1e-3, "s_decay": 0.1, "tuner_betas": [0.9, 0.99], "tuner_eps": 1e-6}
+    params = {"lr": 1.0, "betas": [0.8, 0.9], "eps": 1e-5, "rule": "paper", **constants}
+    [rank] = engines(1)(on_rank.run_from_json, Case(config=json_optimizer("MechanicAdamW", **params), steps=2))
+    assert rank["settings"] == repr(Settings(rule="paper", s_init=1e-3, s_decay=0.1, betas=(0.9, 0.99), eps=1e-6))
+    assert rank["base_group"] == ([0.8, 0.9], 1e-5)
 
 
 def test_an_offloaded_one_from_the_config_file_is_deepspeeds_own(engines: Engines) -> None:

@@ -5,6 +5,7 @@ Blocks that need ranks run in deepspeed_plugin/test_deepspeed_docs.py and distri
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -21,8 +22,10 @@ import torch
 from documented import PAGES, ROOT, Block, blocks, execute
 
 import mechanic_plugins
-from mechanic_plugins import mechanize
+from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.core.tuner_state import empty_sums
+from mechanic_plugins.lightning import Mechanic
+from mechanic_plugins.optim import AdamW
 from mechanic_plugins.options import parameters, parsed
 from mechanic_plugins.runner.arguments import parse
 
@@ -57,6 +60,27 @@ def test_blocks_that_are_not_run_are_those_of_other_programs() -> None:
     assert len(HERE) > 12
     assert {block.page.name for block in blocks("python") if block.reason} == {"programs.md"}
     assert blocks("py") + blocks("sh") + blocks("shell") == []
+
+
+def test_the_doors_on_the_page_of_options_all_say_the_same() -> None:
+    """Each cell of the table is read as its program reads it."""
+    page = (ROOT / "docs" / "options.md").read_text()
+    said = dict(re.findall(r"^\| ([\w ]+) \| `(.+)` \|$", page.partition("The same elsewhere:")[2], flags=re.MULTILINE))
+    model, own = torch.nn.Linear(8, 1), {"betas": (0.9, 0.95)}
+    trainers = ast.literal_eval(said.pop("the Trainer").removeprefix("optim_args="))
+    deepspeeds = json.loads(said.pop("DeepSpeed").removeprefix('"params": '))
+    options = {
+        "the Trainer": parsed(trainers),
+        "DeepSpeed": deepspeeds | {"betas": tuple(deepspeeds["betas"])},
+        "the runner": own | parsed(said.pop("the runner").removeprefix("--options ")),
+        "Lightning": own | eval(said.pop("Lightning"), {"Mechanic": Mechanic}).options,
+    }
+    built = {door: AdamW(model.parameters(), **each) for door, each in options.items()}
+    built["a class"] = eval(said.pop("a class"), {"AdamW": AdamW, "model": model})
+    assert not said
+    for door, optimizer in built.items():
+        assert optimizer.settings == Settings(rule="paper", s_decay=0.1, betas=(0.9, 0.99)), door
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.95), door
 
 
 # ------------------------------------------------------------------------------------------------ console

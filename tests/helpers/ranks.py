@@ -7,6 +7,7 @@ plain return values to assert on.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import functools
@@ -49,6 +50,7 @@ SLOW_IMPORTS = (
 
 def serve(rank: int, world_size: int, store: str, environment: dict[str, str], pipe: Connection) -> None:
     """A rank's main loop: calls the functions from the pipe and sends back results or failures."""
+    os.setpgrp()  # with the processes that it starts: see `Ranks.stop`
     faulthandler.enable()
     gc.freeze()  # freeze the parent's imports: see conftest.py
     os.environ.update(environment)
@@ -170,6 +172,8 @@ class Ranks:
     def stop(self) -> None:
         for process, pipe in self._ranks:
             pipe.close()
+            with contextlib.suppress(ProcessLookupError):  # it has not come to its setpgrp(), or has ended
+                os.killpg(process.pid, signal.SIGKILL)  # a killed process leaves those that it started alive
             process.kill()
             process.join()
         self._ranks = []

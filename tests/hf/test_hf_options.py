@@ -14,6 +14,7 @@ from hf_tiny import HAS_MUON, assert_same, by_step, command_line, plain_loop, sk
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from mechanic_plugins import Settings
 from mechanic_plugins.hf.schedules import objection
 from mechanic_plugins.options import literal, parsed
 from mechanic_plugins.transformers import register
@@ -47,6 +48,15 @@ def test_all_of_mechanics_options_reach_it(tmp_path: Path) -> None:
     assert (opt.sync_replicas, opt.backend, opt.delta_dtype, opt.max_grad_norm) == (True, "foreach", torch.bfloat16, 1)
 
 
+def test_the_constants_of_a_published_rule_are_text_too(tmp_path: Path) -> None:
+    """The base's betas and eps stay its own."""
+    text = "rule=paper,s_init=1e-3,s_decay=0.1,tuner_betas=0.9:0.99,tuner_eps=1e-6,betas=0.8:0.9,eps=1e-5"
+    opt = built(tmp_path, "adamw", text)
+    assert opt.settings == Settings(rule="paper", s_init=1e-3, s_decay=0.1, betas=(0.9, 0.99), eps=1e-6)
+    assert (opt.param_groups[0]["betas"], opt.param_groups[0]["eps"]) == ((0.8, 0.9), 1e-5)
+    assert built(tmp_path, "adamw", "rule=optax,tuner_betas=0.99").settings == Settings(rule="optax", betas=(0.99,))
+
+
 class Clips(torch.optim.SGD):
     """Has an argument with the name of one of Mechanic's options."""
 
@@ -70,7 +80,14 @@ def test_a_key_that_both_have_is_the_bases(tmp_path: Path) -> None:
         ("rule=papr", "rule must be one of .*, got 'papr'"),
         ("max_scal=0.1", "has no argument 'max_scal': did you mean 'max_scale'"),
         ("amsgrat=true", "has no argument 'amsgrat': did you mean 'amsgrad'"),
-        ("settings=1", "settings must be a mechanic_plugins.Settings object"),
+        (
+            "settings=1",
+            "settings must be a mechanic_plugins.Settings object, got 1: .* In text, .* as rule=paper,s_decay=0.1",
+        ),
+        ("normalize_lr=false", "has no argument 'normalize_lr'"),
+        ("s_decay=0.1", "s_decay belongs to the published rules, .* choose one of them, as rule='paper', or leave it"),
+        ("rule=paper,tuner_betas=0.9:2", "tuner_betas must be numbers in .0, 1., got 2"),
+        ("rule=paper,tuner_eps=-1", "tuner_eps must be a finite number >= 0"),
         ("lr=0.1", "use --learning_rate"),
         ("weight_decay=0.1", "use --weight_decay"),
     ],

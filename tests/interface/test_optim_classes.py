@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from problems import differences, everything, perceptron, train
@@ -240,9 +241,9 @@ def test_a_class_can_be_subclassed() -> None:
 # -------------------------------------------------------------------- options, checkpoints and imports
 
 
-def test_there_are_at_most_nine_options_and_each_is_documented() -> None:
+def test_there_are_at_most_fourteen_options_and_each_is_documented() -> None:
     assert list(DEFAULTS) == list(Options.__annotations__) == [p.name for p in parameters()]
-    assert len(DEFAULTS) <= 9
+    assert len(DEFAULTS) <= 14
     documented = inspect.getdoc(mechanize) or ""
     assert [name for name in DEFAULTS if f"\n    {name}: " not in documented] == []
 
@@ -319,7 +320,21 @@ def test_an_unknown_argument_is_answered_with_the_known_one(wrong: dict[str, Any
     ("wrong", "error", "sentence"),
     [
         ({"max_skale": 1.0}, TypeError, r"has no option 'max_skale': did you mean 'max_scale'\? It has rule, "),
-        ({"s_init": 1e-3}, TypeError, r"has no option 's_init'.* belongs in settings=Settings\(s_init=\.\.\.\)"),
+        ({"eps": 1e-3}, TypeError, r"has no option 'eps'.* The tuner's eps is the option tuner_eps"),
+        ({"normalize_lr": False}, TypeError, r"'normalize_lr'.* in Python alone, by mechanize\(\.\.\., settings="),
+        (
+            {"s_decay": 1e-3},
+            ValueError,
+            "s_decay belongs to the published rules, .* choose one of them, as rule='paper'",
+        ),
+        ({"rule": "paper", "tuner_betas": "x"}, ValueError, "^tuner_betas must be a non-empty tuple or list"),
+        ({"rule": "experiments", "tuner_eps": 0}, ValueError, "^tuner_eps must be > 0 with rule='experiments'"),
+        ({"rule": np.array(["paper"])}, ValueError, "rule must be one of 'relative', .* got array"),
+        ({"rule": np.array(["paper", "optax"])}, ValueError, "rule must be one of 'relative', .* got array"),
+        ({"scope": np.array(["all", "group"])}, ValueError, "scope must be one of 'all', 'group', got array"),
+        ({"backend": np.array(["auto", "auto"])}, TypeError, "backend must be a string such as 'auto', got array"),
+        ({"delta_dtype": np.array([1, 2])}, ValueError, "delta_dtype must be None, torch.float32 or .* got array"),
+        ({"max_grad_norm": 10**400}, ValueError, "max_grad_norm must be None or a number > 0"),
         ({"scope": "groups"}, ValueError, "scope must be one of 'all', 'group', got 'groups'"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
         ({"group": "x"}, TypeError, "group must be a torch.distributed ProcessGroup or None, got 'x'"),
@@ -327,6 +342,11 @@ def test_an_unknown_argument_is_answered_with_the_known_one(wrong: dict[str, Any
         ({"sync_replicas": None}, TypeError, "sync_replicas must be True or False, got None"),
         ({"settings": {"s_init": 1.0}}, TypeError, "settings must be a mechanic_plugins.Settings object, got {'s_in"),
         ({"settings": Settings(), "scope": "group"}, ValueError, "scope cannot be combined with settings="),
+        (
+            {"settings": Settings(rule="paper"), "tuner_betas": (0.9,), "s_decay": 0.0},
+            ValueError,
+            r"s_decay and tuner_betas cannot be .* settings=Settings\(s_decay=\.\.\., betas=\.\.\.\)",
+        ),
     ],
     ids=str,
 )
@@ -335,6 +355,18 @@ def test_options_that_are_refused(wrong: Any, error: type[Exception], sentence: 
     for target in (torch.optim.SGD, torch.optim.SGD(perceptron().parameters())):
         with pytest.raises(error, match=sentence):
             mechanize(target, **wrong)
+
+
+def test_the_constants_of_a_published_rule_are_keywords() -> None:
+    """Under names of their own where the base has betas and an eps."""
+    constants = {"s_init": 1e-3, "s_decay": 0.1, "tuner_betas": [0.9, 0.99], "tuner_eps": 1e-6}
+    wanted = Settings(rule="paper", s_init=1e-3, s_decay=0.1, betas=(0.9, 0.99), eps=1e-6)
+    built = optim.AdamW(perceptron().parameters(), betas=(0.8, 0.9), eps=1e-5, rule="paper", **constants)
+    assert built.settings == wanted
+    assert (built.param_groups[0]["betas"], built.param_groups[0]["eps"]) == ((0.8, 0.9), 1e-5)
+    assert mechanize(torch.optim.SGD, rule="paper", **constants)(perceptron().parameters()).settings == wanted
+    one = mechanize(torch.optim.SGD(perceptron().parameters()), rule="paper", tuner_betas=0.99)
+    assert one.settings.betas == (0.99,)
 
 
 def test_something_else_in_the_parameters_place() -> None:

@@ -9,7 +9,7 @@ import torch
 from problems import perceptron, train
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from mechanic_plugins import demechanize, mechanize
+from mechanic_plugins import MechanicOptimizer, demechanize, mechanize
 from mechanic_plugins.summary import STILL_RISING, ScaleHistory, is_still_rising, remarks, report, rules
 
 
@@ -120,6 +120,39 @@ def test_demechanize_after_a_schedule_set_by_hand() -> None:
     assert demechanize(opt).param_groups[0]["lr"] == learned > 0
 
 
+def trained_in_two_groups(lrs: list[float], steps: int = 30, **options: Any) -> MechanicOptimizer:
+    model = perceptron()
+    groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip((model[0], model[2]), lrs, strict=True)]
+    opt = mechanize(torch.optim.AdamW(groups), **options)
+    train(model, opt, steps)
+    return opt
+
+
+@pytest.mark.parametrize("rule", [None, "paper"])
+@pytest.mark.parametrize("scope", ["all", "group"])
+def test_demechanize_leaves_a_group_that_was_held_at_0_there(rule: Any, scope: Any) -> None:
+    """It used to get the scale itself as its lr, 62."""
+    opt = trained_in_two_groups([0.0, 1e-3], rule=rule, scope=scope)
+    learned = opt.learned_lrs
+    assert learned[0] == 0 < learned[1]
+    assert [group["lr"] for group in demechanize(opt).param_groups] == learned
+
+
+def test_demechanize_gives_a_group_that_learned_nothing_the_smallest_scale() -> None:
+    model, extra = perceptron(), torch.ones(2, requires_grad=True)  # never has a gradient
+    groups = [{"params": [extra], "lr": 0.1}, {"params": [extra.clone().detach()], "lr": 0.0}]
+    opt = mechanize(torch.optim.AdamW([*groups, {"params": model.parameters(), "lr": 0.5}]), scope="group")
+    train(model, opt, 30)
+    learned = opt.learned_lrs
+    assert learned[:2] == [0, 0]
+    assert [group["lr"] for group in demechanize(opt).param_groups] == pytest.approx([learned[2] / 5, 0, learned[2]])
+
+
+def test_nothing_learned_because_every_group_was_held_at_0() -> None:
+    with pytest.raises(RuntimeError, match="the learning rate would be 0"):
+        demechanize(trained_in_two_groups([0.0, 0.0]))
+
+
 def test_a_single_learning_rate_is_one_number() -> None:
     run = Trained(10, lrs=(0.1,) * 4)
     assert report(run.opt) == f'Mechanic learned a learning rate of {run.opt.learned_lr:.3g} (rule="relative").'
@@ -142,8 +175,18 @@ def test_a_report_names_the_rule(rule: Any) -> None:
 def test_nothing_learned_is_said() -> None:
     opt = mechanize(torch.optim.SGD(perceptron().parameters(), lr=0.5))
     assert "learned no learning rate" in report(opt)
-    assert remarks(opt, None) == remarks(opt, Played([0.0] * 60).history)
+    assert remarks(opt, None) == remarks(opt, ScaleHistory())
     assert remarks(opt, None)[0].startswith("Mechanic made no step: optimizer.step() was replaced or never called")
+
+
+def test_a_step_without_gradients_is_not_called_missing() -> None:
+    opt, history = mechanize(torch.optim.SGD(perceptron().parameters(), lr=0.5)), ScaleHistory()
+    for _ in range(3):
+        opt.step()
+        history.record(opt)
+    assert [remark.partition(", so")[0] for remark in remarks(opt, history)] == [
+        "Mechanic made no step: optimizer.step() was called, but none of its weights had a gradient"
+    ]
 
 
 def test_a_run_that_skips_too_many_steps_and_still_rises_says_both() -> None:

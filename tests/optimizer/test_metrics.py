@@ -11,6 +11,7 @@ import torch
 from problems import differences, perceptron, train, two_groups
 
 from mechanic_plugins import mechanize
+from mechanic_plugins.core.groups import names_of
 
 ADAMW = torch.optim.AdamW
 
@@ -36,6 +37,27 @@ def test_metrics_name_every_group_where_there_are_several(scope: Any) -> None:
     assert metrics["mechanic/scale/head"] == scales[1]
     assert metrics["mechanic/effective_lr/head"] == opt.effective_lrs[1] == pytest.approx(0.05 * scales[1])
     assert metrics["mechanic/scale"] == opt.scale.item() == max(scales)
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (["pg2", None], ["pg2", "pg2_"]),
+        ([None, "pg1", "pg1_"], ["pg1__", "pg1", "pg1_"]),
+        (["pg2", "pg1"], ["pg2", "pg1"]),
+        (["a", "a", "pg1"], ["pg1_", "pg2", "pg1"]),
+        (["pg1", "pg1"], ["pg1", "pg2"]),
+        ([1, "1", None], ["pg1", "pg2", "pg3"]),
+    ],
+)
+def test_every_group_has_a_name_of_its_own(given: list[Any], names: list[str]) -> None:
+    """A group named pg2 used to hide the second one, which had no name."""
+    groups = [
+        {"params": [torch.ones(2, requires_grad=True)]} | ({} if name is None else {"name": name}) for name in given
+    ]
+    opt = mechanize(torch.optim.SGD(groups, lr=0.1))
+    assert names_of(opt.param_groups) == names
+    assert {key for key in opt.metrics() if "scale/" in key} == {f"mechanic/scale/{name}" for name in names}
 
 
 def test_metrics_of_one_group_before_and_after_a_step() -> None:

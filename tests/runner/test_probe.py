@@ -68,7 +68,31 @@ def test_groups_that_never_moved_and_a_program_that_ends_first(run_warm: Runner,
     assert ended == "ended"
     lr, _ = title.removeprefix("Mechanic around SGD, 30 of 40 steps, then the program ended: learned lr ").split(" ", 1)
     assert float(lr) > 0
-    assert code == f'  for group, lr in zip(optimizer.param_groups, [{lr}, {lr}, {lr}]): group["lr"] = lr'
+    assert code == f"  torch.optim.SGD(model.parameters(), lr={lr})  # your other arguments"
+
+
+HELD = """
+groups = [{"params": [model.bias], "lr": 0.0}, {"params": [model.weight], "lr": 1e-3}]
+optimizer = torch.optim.AdamW(groups)
+"""
+NEVER = """
+model.bias.requires_grad_(False)
+groups = [{"params": [model.bias], "lr": 1e-2}, {"params": [model.weight], "lr": 1e-3}]
+optimizer = torch.optim.AdamW(groups)
+"""
+
+
+@pytest.mark.parametrize(("build", "share"), [(HELD, 0), (NEVER, 10)])
+def test_a_probe_names_the_lrs_that_demechanize_would_set(
+    run_warm: Runner, tmp_path: Path, build: str, share: float
+) -> None:
+    """A group held at 0 used to be advised the other's lr, and one that learned nothing the other's times its own."""
+    write(tmp_path, build)
+    done = run_warm("--options", "scope=group", "--probe", "40", "train.py")
+    assert done.returncode == 0, done.stderr
+    first, second = map(float, done.stdout.partition("optimizer.param_groups, [")[2].partition("]")[0].split(","))
+    assert first == pytest.approx(share * second, rel=0.01)
+    assert second > 0
 
 
 def test_a_probe_of_something_else_fails_after_as_many_steps(run_warm: Runner, tmp_path: Path) -> None:
@@ -253,9 +277,25 @@ optimizer = Own(model.parameters())
 """
 
 
+OTHER_WEIGHTS = "optimizer = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in model.parameters()])"
+STEPS_LATER = """
+optimizer = torch.optim.AdamW(model.parameters())
+class lazy:
+    zero_grad = optimizer.zero_grad
+    calls = 0
+    def step():
+        lazy.calls += 1
+        if lazy.calls <= 5:
+            optimizer.zero_grad()
+        optimizer_.step()
+optimizer_, optimizer = optimizer, lazy
+"""
+
+
 @pytest.mark.parametrize(
     ("build", "status", "said"),
     [
+        (OTHER_WEIGHTS, 6, "Mechanic made no step in AdamW: its step() was called, but none of its weights had a"),
         (REPLACED_STEP, 6, "Mechanic made no step in AdamW (the program replaced its step() by __main__.step_by_hand)"),
         (REPLACED_LATE, 6, "Mechanic made no step in AdamW after step 1 (the program replaced its step() by "),
         (WRAPPED_STEP, 0, "AdamW: Mechanic learned a learning rate of"),
@@ -264,7 +304,16 @@ optimizer = Own(model.parameters())
         (TWO_BUILT, 0, "AdamW: Mechanic learned a learning rate of"),
         (OWN_NEW, 3, "__main__.Own trained without Mechanic: its __new__ does not pass its arguments on."),
     ],
-    ids=["step replaced", "replaced late", "step wrapped", "never stepped", "another", "one of two", "own __new__"],
+    ids=[
+        "other weights",
+        "step replaced",
+        "replaced late",
+        "step wrapped",
+        "never stepped",
+        "another",
+        "one of two",
+        "own __new__",
+    ],
 )
 def test_training_without_mechanic_is_told(
     run_warm: Runner, tmp_path: Path, build: str, status: int, said: str
@@ -275,6 +324,31 @@ def test_training_without_mechanic_is_told(
     assert done.stdout == "ended\n"
     assert said in done.stderr
     assert done.returncode == status
+
+
+def test_a_probe_without_gradients_has_seen_no_step(run_warm: Runner, tmp_path: Path) -> None:
+    """It used to say "1 of 20 steps" and to exit with status 0."""
+    write(tmp_path, OTHER_WEIGHTS, steps=5)
+    done = run_warm("--probe", "20", "train.py")
+    assert done.returncode == 4, done.stderr
+    assert done.stdout == "ended\n"
+    assert "--probe 20: no mechanized optimizer made a step (step() was called, but no weight had a grad" in done.stderr
+
+
+def test_steps_without_gradients_are_not_counted(run_warm: Runner, tmp_path: Path) -> None:
+    write(tmp_path, STEPS_LATER, steps=12)
+    done = run_warm("--probe", "20", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "Mechanic around AdamW, 7 of 20 steps, then the program ended: learned lr" in done.stdout
+
+
+def test_a_run_without_gradients_is_told_why(run_warm: Runner, tmp_path: Path) -> None:
+    """It used to be told that its step() was replaced or never called."""
+    write(tmp_path, OTHER_WEIGHTS, steps=5)
+    done = run_warm("--replace", "torch.optim.AdamW", "train.py")
+    assert "AdamW: Mechanic learned no learning rate" in done.stderr
+    assert "Mechanic made no step: optimizer.step() was called, but none of its weights had a gradient" in done.stderr
+    assert "replaced or never called" not in done.stderr
 
 
 RISING = """
@@ -291,6 +365,30 @@ def test_short_runs_that_still_rise_say_so_once(run_warm: Runner, tmp_path: Path
     done = run_warm("--replace", "torch.optim.AdamW", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("still looking for its scale when the run ended") == 1
+
+
+END = """
+def end(*_):
+    if optimizer.tuner.steps == 9:
+        {how}
+optimizer.register_step_post_hook(end)
+"""
+
+
+@pytest.mark.parametrize("how", ["raise RuntimeError('out of memory')", "raise KeyboardInterrupt", "sys.exit(3)"])
+def test_a_run_that_failed_is_not_told_to_train_longer(run_warm: Runner, tmp_path: Path, how: str) -> None:
+    write(tmp_path, RISING + END.format(how=how), steps=20)
+    done = run_warm("--replace", "torch.optim.AdamW", "train.py")
+    assert done.returncode != 0
+    assert "AdamW: Mechanic learned a learning rate of" in done.stderr
+    assert "still looking for its scale" not in done.stderr
+
+
+def test_a_run_that_stops_by_itself_is(run_warm: Runner, tmp_path: Path) -> None:
+    write(tmp_path, RISING + END.format(how="sys.exit()"), steps=20)
+    done = run_warm("--replace", "torch.optim.AdamW", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "still looking for its scale" in done.stderr
 
 
 def test_the_lr_in_force_is_said_where_nothing_else_logs_it(run_warm: Runner, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mechanic_plugins import MechanicOptimizer, demechanize, mechanize
+from mechanic_plugins import MechanicOptimizer, Settings, demechanize, mechanize
 from mechanic_plugins.runner.plan import Events, Plan, Replacement
 from mechanic_plugins.runner.replace import wait_for
 
@@ -248,6 +248,12 @@ def test_names_that_are_refused(library: Any, name: str, message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
+def test_the_constants_of_a_published_rule_are_options(library: Any) -> None:
+    replace(library, "Fancy", options="rule=paper,s_init=1e-3,s_decay=0.1,tuner_betas=0.9:0.99,tuner_eps=1e-6")
+    settings = library.Fancy([param()]).settings
+    assert settings == Settings(rule="paper", s_init=1e-3, s_decay=0.1, betas=(0.9, 0.99), eps=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -255,6 +261,10 @@ def test_names_that_are_refused(library: Any, name: str, message: str, capsys: p
         ("scope=groups", "scope must be one of 'all', 'group', got 'groups'"),
         ("max_scale=-1", "max_scale must be"),
         ("sync_replicas=2", "sync_replicas must be True or False, got 2"),
+        ("normalize_lr=false", "normalize_lr can be set in Python alone"),
+        ("s_decay=0.1", "s_decay belongs to the published rules, got 0.1 with the default one: choose one of them, as"),
+        ("rule=paper,eps=1e-6", "The tuner's eps is the option tuner_eps; the base's is the base's own argument."),
+        ("rule=paper,tuner_betas=2", "tuner_betas must be numbers in (0, 1], got 2"),
     ],
 )
 def test_options_that_are_refused(library: Any, options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

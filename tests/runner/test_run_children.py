@@ -119,6 +119,43 @@ def test_a_wrapper_that_starts_the_program_and_a_sitecustomize_that_was_there(
     assert done.stdout.strip() == f"AdamW True {expected_weights()} {REPLACED}"
 
 
+CHILDREN = """
+import multiprocessing, sys, torch
+
+def train(fails=False):
+    p = torch.tensor([3.0, -2.0], requires_grad=True)
+    opt = torch.optim.AdamW([p])
+    for step in range(12):
+        p.grad = 2 * p.detach() if not fails else -torch.ones(2)
+        opt.step()
+    if fails:
+        raise RuntimeError("out of memory")
+
+if __name__ == "__main__":
+    train()
+    loader = torch.utils.data.DataLoader(torch.zeros(8), num_workers=1, multiprocessing_context=sys.argv[1])
+    for _ in loader:
+        pass
+    for fails in (False, True):
+        child = multiprocessing.get_context(sys.argv[1]).Process(target=train, args=(fails,))
+        child.start()
+        child.join()
+        print(child.exitcode)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
+def test_children_of_multiprocessing_report_what_they_learned(run: Runner, tmp_path: Path, how: str) -> None:
+    """Those made by fork used not to. A loader's workers must not repeat their parent's report."""
+    (tmp_path / "train.py").write_text(CHILDREN)
+    done = run("--replace", "torch.optim.AdamW", "train.py", how)
+    assert done.stdout.split() == ["0", "1"], done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("AdamW: Mechanic learned a learning rate of") == 3
+    assert "still looking for its scale" not in done.stderr  # by the one that failed
+
+
 def test_a_shell_script_is_a_program_too(run: Runner, train: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(f"#!/bin/sh\n{sys.executable} train.py\nexit $?\n")

@@ -126,6 +126,17 @@ def test_a_script_that_is_not_there(folder: Path) -> None:
     assert "file 'nowhere': [Errno 2] No such file or directory, and no command of that name is on the PATH" in err
 
 
+@pytest.mark.parametrize("module", ["nowhere", "nowhere.inside", "package"])
+def test_a_module_that_is_not_there(folder: Path, module: str) -> None:
+    """It used to end with status 1, as a program that fails does."""
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").touch()
+    code, _, err = ended(start(folder, *RUN, "-m", module))
+    assert code == 2, err
+    assert err.startswith(f"mechanic_plugins.run: -m {module} cannot be run: ")
+    assert "No module named" in err
+
+
 def test_its_own_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["run", "--help"])
     with pytest.raises(SystemExit) as stopped:
