@@ -32,7 +32,7 @@ ATTRIBUTES = {
         "base": "The wrapped optimizer. `param_groups`, `state` and `defaults` are its own.",
         "settings": "The `Settings` in force.",
         "max_grad_norm": "As the option; may be set at any time.",
-        "delta_dtype": "As the option.",
+        "kept_dtype": "As the option.",
         "group": "As the option.",
         "sync_replicas": "As the option.",
         "backend": "As the option.",

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.core.settings import PUBLISHED
 from mechanic_plugins.options import parameters
+from mechanic_plugins.rule.settings import PUBLISHED
 
 PAGE = Path(__file__).parent / "options.md"
 CONSTANTS = {"s_init": "s_init", "s_decay": "s_decay", "tuner_eps": "eps"}

@@ -8,15 +8,15 @@ if TYPE_CHECKING:
     from mechanic_plugins.api import mechanize as mechanize
     from mechanic_plugins.api import unwrap as unwrap
     from mechanic_plugins.classes import Mechanized as Mechanized
-    from mechanic_plugins.core.settings import Settings as Settings
     from mechanic_plugins.optimizer import MechanicOptimizer as MechanicOptimizer
+    from mechanic_plugins.rule.settings import Settings as Settings
 
 __version__ = "0.2.0"
 
 _HOMES = {
     "MechanicOptimizer": "optimizer",
     "Mechanized": "classes",
-    "Settings": "core.settings",
+    "Settings": "rule.settings",
     "demechanize": "api",
     "mechanize": "api",
     "unwrap": "api",

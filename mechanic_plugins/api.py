@@ -8,11 +8,11 @@ from typing import Any, overload
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from mechanic_plugins.checkpoints import state as checkpoint
 from mechanic_plugins.classes import Mechanized, class_with, not_built, wrap
-from mechanic_plugins.core.groups import release
-from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.optimizer import MechanicOptimizer, saving
 from mechanic_plugins.options import Options, configured
+from mechanic_plugins.rule.schedule import peak_lr
+from mechanic_plugins.weights.masters import narrow_moments
 
 __all__ = ["Options", "chain", "demechanize", "find", "mechanize", "peak_lr", "plain_lrs", "unwrap"]
 
@@ -45,8 +45,8 @@ def mechanize(
         max_scale: Upper bound on the scale.
         max_grad_norm: Clip the gradients in the step, as `torch.nn.utils.clip_grad_norm_` would before it, by the norm
             over all ranks, which the step knows anyway.
-        delta_dtype: `torch.bfloat16` keeps the weights at the start, which are what the step remembers, in 2 bytes per
-            parameter [the weights' own dtype].
+        kept_dtype: `torch.bfloat16` keeps what the step remembers of each weight in 2 bytes: its start, or by a
+            published rule the sum of its updates, rounded at random [the weights' own dtype].
         group: The ranks that share the parameters, if not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
         backend: "fused" (Mechanic and the base in a few launches), "triton" or "foreach" (around any base).
@@ -134,8 +134,8 @@ def demechanize(optimizer: Any) -> Optimizer:
         if group.get("lr") is not None:
             group["lr"] = group["lr"] * 0 + lr  # a tensor stays one
             group.pop("initial_lr", None)  # a new scheduler starts at lr
-    checkpoint.strip(groups, mechanic.state)
-    release(groups)
+    saving.strip(groups, mechanic.state)
+    narrow_moments(mechanic.state)
     return mechanic.base
 
 
@@ -147,9 +147,3 @@ def plain_lrs(learned: Sequence[float], peaks: Sequence[float]) -> list[float]:
     """
     smallest = min((lr / peak for lr, peak in zip(learned, peaks, strict=True) if lr > 0 < peak), default=0.0)
     return [lr or smallest * peak for lr, peak in zip(learned, peaks, strict=True)]
-
-
-def peak_lr(group: dict[str, Any]) -> float:
-    """The highest lr of a group's schedule. Schedulers note their initial lr or, like OneCycleLR, their maximum."""
-    lrs = (group.get(key) for key in ("max_lr", "initial_lr", "lr"))
-    return float(next((lr for lr in lrs if lr is not None), 1.0))

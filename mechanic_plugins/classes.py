@@ -16,9 +16,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import DEFAULTS, Options, configured, hint, parameters
+from mechanic_plugins.rule.settings import Settings
 
 __all__ = ["Mechanized", "class_with", "not_built", "wrap"]
 

@@ -23,7 +23,7 @@ except ImportError as error:
     ) from error
 import torch
 
-from mechanic_plugins.core.param_state import DELTA, REF
+from mechanic_plugins.weights.slots import DELTA, REF
 
 __all__ = ["convert"]
 

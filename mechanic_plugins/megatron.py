@@ -25,11 +25,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mechanic_plugins import api
-from mechanic_plugins.core.param_state import REF
-from mechanic_plugins.core.tuner import SUMS
 from mechanic_plugins.distributed.reduction import Reduction
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.options import Options
+from mechanic_plugins.rule.sums import empty
+from mechanic_plugins.weights.slots import main_slot
 
 __all__ = ["mechanic_of", "mechanize"]
 
@@ -61,7 +61,7 @@ def mechanic_of(optimizer: Any) -> MechanicOptimizer | None:
 @torch.no_grad()
 def _step(members: Sequence[Any], step: Callable[[], bool]) -> bool:
     """Decides before Megatron's step: all gradients are complete, unscaled and clipped; no weight has moved yet."""
-    sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64)
+    sums = empty(1, torch.device("cpu"))
     for member in members:  # every rank takes part in each reduction, with or without shards
         mine = torch.zeros_like(sums) if member.is_stub_optimizer else member.optimizer.local_sums(list(_parts(member)))
         sums += Reduction(member.get_grad_stats_parallel_group())(mine).cpu()
@@ -74,9 +74,10 @@ def _step(members: Sequence[Any], step: Callable[[], bool]) -> bool:
 def _parts(member: Any) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor | None]]:
     """The parts that this rank counts: not the copies that tensor parallelism or tied weights have on other ranks."""
     counted, mechanic = {id(grad): grad for grad in member.get_main_grads_for_grad_norm()}, member.optimizer
+    slot = main_slot(mechanic.settings.rule)
     for group in mechanic.param_groups:
         for p in (p for p in group["params"] if id(p.grad) in counted):
-            yield group, p.detach(), p.grad, mechanic.state.get(p, {}).get(REF)
+            yield group, p.detach(), p.grad, mechanic.state.get(p, {}).get(slot)
 
 
 def _keep_in_checkpoints(member: Any) -> None:
@@ -89,13 +90,14 @@ def _keep_in_checkpoints(member: Any) -> None:
 
 
 def _make_room(mechanic: MechanicOptimizer, state_dict: dict[str, Any]) -> None:
+    slot = main_slot(mechanic.settings.rule)
     for index, entries in state_dict["state"].items():
-        entries.setdefault(REF, torch.zeros_like(mechanic._params()[index]))
+        entries.setdefault(slot, torch.zeros_like(mechanic._params()[index]))
 
 
 def _init_state(original: Callable[..., None], mechanic: MechanicOptimizer, *args: Any) -> None:
     original(mechanic, *args)
-    mechanic._keeper.create_eager_state()
+    mechanic._create_eager_state()
 
 
 def _refuse_to_gather(*_: Any, **__: Any) -> NoReturn:
@@ -107,7 +109,7 @@ def _refuse_to_share(params: Sequence[Tensor]) -> NoReturn:
 
 
 def _refuse_unsupported(optimizer: Any, members: Sequence[Any], options: Any) -> None:
-    if odd := {"rule", "scope", "settings", "group", "sync_replicas", "max_grad_norm"} & options.keys():
+    if odd := {"scope", "settings", "group", "sync_replicas", "max_grad_norm"} & options.keys():
         raise ValueError(
             f"Mechanic does not take {sorted(odd)} under Megatron: one scale for all ranks, and Megatron clips."
         )

@@ -22,8 +22,8 @@ from typing_extensions import Unpack
 
 from mechanic_plugins import lion, muon
 from mechanic_plugins.classes import Mechanized, class_with
-from mechanic_plugins.core import known_bases
 from mechanic_plugins.options import Options, hint
+from mechanic_plugins.weights import facts
 
 __all__ = ["SGD", "Adafactor", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "NAdam", "RMSprop", "wrap"]
 
@@ -52,7 +52,7 @@ def wrap(optimizer_class: type[Optimizer], **options: Unpack[Options]) -> type[M
 
 def _lr(base: type[Optimizer]) -> float | None:
     """The default lr: 1, unless the base's lr is more than a factor, as Adafactor's, which also bounds its steps."""
-    return 1.0 if known_bases.is_linear_in_lr(base) else None
+    return 1.0 if facts.is_linear_in_lr(base) else None
 
 
 def _named(name: str, base: type[Optimizer]) -> type[Mechanized]:

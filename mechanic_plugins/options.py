@@ -12,16 +12,15 @@ from typing import Any, Literal, TypedDict, cast, get_type_hints
 import torch
 import torch.distributed as dist
 
-from mechanic_plugins.core.settings import (
+from mechanic_plugins.optimizer.wrapper import Backend, check_backend
+from mechanic_plugins.rule.settings import (
     Rule,
     Scope,
     Settings,
     check_max_grad_norm,
-    check_range,
-    checked_delta_dtype,
+    checked_kept_dtype,
     is_number,
 )
-from mechanic_plugins.passes.planner import Backend, check_backend
 
 __all__ = ["DEFAULTS", "Options", "configured", "hint", "literal", "parameters", "parsed"]
 
@@ -33,7 +32,7 @@ class Options(TypedDict, total=False):
     scope: Scope
     max_scale: float | None
     max_grad_norm: float | None
-    delta_dtype: torch.dtype | Literal["float32", "bfloat16"] | None
+    kept_dtype: torch.dtype | Literal["float32", "bfloat16"] | None
     group: dist.ProcessGroup | None
     sync_replicas: bool
     backend: Backend
@@ -79,7 +78,7 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
     check_max_grad_norm(values["max_grad_norm"])
     if values["max_grad_norm"] is not None:
         values["max_grad_norm"] = float(values["max_grad_norm"])
-    values["delta_dtype"] = checked_delta_dtype(values["delta_dtype"])
+    values["kept_dtype"] = checked_kept_dtype(values["kept_dtype"])
     if not isinstance(values["backend"], str):
         raise TypeError(f"backend must be a string such as 'auto', got {values['backend']!r}.")
     check_backend(values["backend"])
@@ -91,11 +90,6 @@ def configured(options: Mapping[str, Any]) -> dict[str, Any]:
             "torch.distributed.new_group(ranks)."
         )
     settings = _settings(settings, tuning)
-    if settings.rule != "relative" and values["delta_dtype"] == torch.bfloat16:
-        raise ValueError(
-            f"delta_dtype=torch.bfloat16 is for the default rule, got rule={settings.rule!r}: a published rule sums "
-            "all updates up, and bfloat16 would lose the small ones. Leave delta_dtype out."
-        )
     return {"settings": settings, **values}
 
 
@@ -106,7 +100,6 @@ def _settings(settings: Any, tuning: dict[str, Any]) -> Settings:
             given["betas"] = (given["betas"],)
         try:
             made = Settings(**given)
-            check_range(made)
         except ValueError as error:
             raise ValueError(re.sub(r"^(betas|eps)\b", r"tuner_\1", str(error))) from error
         return made
@@ -118,7 +111,6 @@ def _settings(settings: Any, tuning: dict[str, Any]) -> Settings:
     if beside := [name for name, value in tuning.items() if value is not None and (name, value) != ("scope", "all")]:
         names = ", ".join(f"{_TUNING[name]}=..." for name in beside)
         raise ValueError(f"{' and '.join(beside)} cannot be combined with settings=: write settings=Settings({names}).")
-    check_range(settings)
     return settings
 
 

@@ -1,9 +1,10 @@
-"""Imports between the package's rooms go only one way."""
+"""Imports between the package's layers go only one way."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import inspect
 import json
 import subprocess
@@ -17,20 +18,10 @@ import mechanic_plugins
 from mechanic_plugins import MechanicOptimizer
 
 PACKAGE = Path(mechanic_plugins.__file__).parent
+sys.path.insert(0, str(PACKAGE.parent / "docs"))
+layers = importlib.import_module("layers")
 
-# From the ground up: a room imports only from itself, without cycles, and from rooms earlier in this list.
-ROOMS = {
-    "core": {"core", "lion", "muon"},
-    "kernels": {"kernels"},
-    "distributed": {"distributed"},
-    "checkpoints": {"checkpoints"},
-    "passes": {"passes"},
-    "optimizer": {"optimizer"},
-    "interface": {"__init__", "api", "classes", "optim", "options", "patches", "summary"},
-    "plugins": {"accelerate", "deepspeed", "ds_to_universal", "hf", "lightning", "megatron", "transformers"},
-    "programs": {"hook", "plot", "run", "runner"},
-}
-LEVEL_OF = {name: level for level, names in enumerate(ROOMS.values()) for name in names}
+LEVEL_OF = {name: level for level, names in enumerate(layers.LAYERS.values()) for name in names}
 FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 FILES = {module.removesuffix(".__init__"): path for module, path in FILES.items()}
 MODULES = sorted(FILES)
@@ -58,29 +49,26 @@ def level_of(module: str) -> int:
 
 
 def imported_by(module: str) -> set[str]:
-    """The package's own modules that this one imports anywhere in its code."""
-    found = set()
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
-        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "mechanic_plugins":
-            package = str(node.module).removeprefix("mechanic_plugins").removeprefix(".")
-            inside = [f"{package}.{alias.name}".removeprefix(".") for alias in node.names]
-            found |= {name if name in MODULES else package or "__init__" for name in inside}
-        elif isinstance(node, ast.Import):
-            names = [alias.name.partition(".") for alias in node.names]
-            found |= {name or "__init__" for package, _, name in names if package == "mechanic_plugins"}
-    return found
+    """The package's own modules that this one imports."""
+    names = layers.imports_of(FILES[module])
+    return {name if name in MODULES else name.rpartition(".")[0] or "__init__" for name in names}
 
 
-def test_every_module_has_a_room() -> None:
+def test_every_module_has_a_layer() -> None:
     assert [module for module in MODULES if module.partition(".")[0] not in LEVEL_OF] == []
 
 
-def test_imports_point_to_lower_rooms() -> None:
+def test_imports_point_to_lower_layers() -> None:
     arrows = [(module, name) for module in MODULES for name in imported_by(module)]
     assert [(module, name) for module, name in arrows if level_of(name) > level_of(module)] == []
 
 
-def test_imports_within_a_room_do_not_go_in_circles() -> None:
+def test_the_drawing_is_that_of_today() -> None:
+    page = layers.PAGE.read_text()
+    assert layers.with_drawing(page) == page, "python docs/layers.py"
+
+
+def test_imports_within_a_layer_do_not_go_in_circles() -> None:
     graph = {
         module: {name for name in imported_by(module) if level_of(name) == level_of(module)} - {module}
         for module in MODULES
@@ -112,7 +100,7 @@ def test_kernels_have_no_chained_booleans() -> None:
 
 
 def test_the_maths_knows_no_optimizer_and_no_distribution() -> None:
-    for module in ("core.settings", "core.tuner"):
+    for module in (name for name in MODULES if name.startswith("rule")):
         tree = ast.parse(FILES[module].read_text())
         names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         names |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}

@@ -33,10 +33,14 @@ def released(params: list[nn.Parameter]) -> Any:
 OPTIMIZERS: dict[str, Build] = {
     "AdamW": torch.optim.AdamW,
     "Mechanic around AdamW": lambda params: mechanize(torch.optim.AdamW(params)),
-    "the same with delta_dtype=torch.bfloat16": lambda params: mechanize(
-        torch.optim.AdamW(params), delta_dtype=torch.bfloat16
+    "the same with kept_dtype=torch.bfloat16": lambda params: mechanize(
+        torch.optim.AdamW(params), kept_dtype=torch.bfloat16
     ),
     "the same after freeze(release=True)": released,
+    "the same with rule='paper'": lambda params: mechanize(torch.optim.AdamW(params), rule="paper"),
+    "the same with rule='paper' and bfloat16": lambda params: mechanize(
+        torch.optim.AdamW(params), rule="paper", kept_dtype=torch.bfloat16
+    ),
     "Prodigy": peer("prodigyopt", "Prodigy"),
     "D-Adaptation": peer("dadaptation", "DAdaptAdam"),
     "Schedule-Free AdamW": peer("schedulefree", "AdamWScheduleFree"),

@@ -1,7 +1,7 @@
 """The cost of a step on this machine: `python examples/benchmarks/optimizer_step.py`.
 
-Times the base alone and Mechanic around it in turn, on tensors with the shapes of a small MLP, GPT-2 or LoRA, and
-reports ratios. Similar packages are measured too if they are installed.
+Times the base alone and Mechanic around it in turn, by the default rule and the paper's, on tensors with the shapes
+of a small MLP, GPT-2 or LoRA, and reports ratios. Similar packages are measured too if they are installed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from mechanic_plugins.api import mechanize
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.optimizer import MechanicOptimizer
 
-__all__ = ["SHAPES", "Result", "main", "measure", "rivals"]
+__all__ = ["BACKENDS", "SHAPES", "Result", "main", "measure", "rivals"]
 
 Shapes = list[tuple[int, ...]]
 Factory = Callable[[list[nn.Parameter]], Any]
 
 ALONE, MAX_NORM = "base alone", 1.0
+BACKENDS = ("fused", "triton", "foreach")
+"""On a GPU: our own kernels, torch's fused base between our kernels, and torch operations that the host waits for."""
 _PLACES = 6
 """Number of addresses that a gradient cycles through, as after `zero_grad()`."""
 
@@ -101,18 +103,24 @@ def _base(name: str, form: str | None) -> Factory:
 
 
 def rivals(
-    base: str, device: torch.device, *, small: bool, clip: bool = False, delta_dtype: torch.dtype | None = None
+    base: str, device: torch.device, *, small: bool, clip: bool = False, backends: Sequence[str] = BACKENDS
 ) -> dict[str, Factory]:
-    """The base alone, Mechanic around it with every backend of the device, and similar installed packages."""
-    wrap = functools.partial(mechanize, max_grad_norm=MAX_NORM if clip else None, delta_dtype=delta_dtype)
+    """The base alone, Mechanic around it by either rule and with every backend, and similar installed packages."""
     on_gpu = device.type == "cuda"
     plain = _base(base, None if small else "fused" if on_gpu else "foreach")
     found: dict[str, Factory] = {ALONE: plain}
-    for backend in ("fused", "triton", "foreach") if on_gpu else () if small else ("foreach",):
-        found[f"mechanic, {backend}"] = lambda params, backend=backend: wrap(plain(params), backend=backend)  # type: ignore[misc]
-    if not on_gpu:
-        default = _base(base, None)
-        found["mechanic"] = lambda params: wrap(default(params))
+
+    def add(name: str, base: Factory = plain, **options: Any) -> None:
+        norm = MAX_NORM if clip else None
+        found[name] = lambda params: mechanize(base(params), max_grad_norm=norm, **options)
+
+    for name, rule in (("mechanic", "relative"), ("mechanic, paper", "paper")):
+        if not on_gpu:
+            add(name, _base(base, None), rule=rule)
+            continue
+        for backend in backends:
+            add(f"{name}, {backend}", rule=rule, backend=backend)
+        add(f"{name}, bf16 delta", rule=rule, kept_dtype=torch.bfloat16)
     peers: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
         "mechanic_pytorch": lambda module, params: module.mechanize(torch.optim.AdamW)(params, lr=1.0),
         "prodigyopt": lambda module, params: module.Prodigy(params),
@@ -136,7 +144,7 @@ def measure(
     repeats: int = 25,
     queued: int | None = None,
     clip: bool = False,
-    delta_dtype: torch.dtype | None = None,
+    backends: Sequence[str] = BACKENDS,
 ) -> Iterator[Result]:
     """Times every rival, alternating with the base alone so that both see the same load. Reports medians.
 
@@ -148,11 +156,11 @@ def measure(
         repeats: Number of timings.
         queued: Steps between synchronisations [10 on a GPU, as in training; 20 for the MLPs; 1].
         clip: Include clipping: Mechanic's own, or `clip_grad_norm_` before the step for all others.
-        delta_dtype: Mechanic's option.
+        backends: Those to measure on a GPU.
     """
     small = name.startswith("mlp")
     queued = queued or (20 if small else 10 if device.type == "cuda" else 1)
-    factories = rivals(base, device, small=small, clip=clip, delta_dtype=delta_dtype)
+    factories = rivals(base, device, small=small, clip=clip, backends=backends)
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if small else threads)
     try:
@@ -277,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=default, help=shapes_help)
     parser.add_argument("--base", choices=("adam", "adamw", "sgd", "lion"), help="[adam for an MLP, else adamw]")
     parser.add_argument("--clip", action="store_true", help="clip to norm 1: clip_grad_norm_, or Mechanic itself")
-    parser.add_argument("--delta-dtype", choices=("bfloat16",), help="Mechanic's option of that name")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="Mechanic's, on a GPU [all]")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--queued", type=int, help="steps between synchronisations")
@@ -287,16 +295,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1, got {value}")
     device, results = torch.device(args.device), []
-    how = {"device": device, "dtype": getattr(torch, args.dtype), "clip": args.clip}
-    how["delta_dtype"] = getattr(torch, args.delta_dtype) if args.delta_dtype else None
+    how = {"device": device, "dtype": getattr(torch, args.dtype), "clip": args.clip, "backends": args.backends}
     for name in args.shapes:
         base = args.base or ("adam" if name.startswith("mlp") else "adamw")
         for result in measure(name, base, repeats=args.repeats, queued=args.queued, **how):
             results.append(result)
             print(f"{name}: {result.name}: {result.ratio:.3f}", file=sys.stderr, flush=True)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    options = (", clipped" if args.clip else "") + (f", {args.delta_dtype} delta" if args.delta_dtype else "")
-    print(f"torch {torch.__version__}, {where}, {args.dtype}{options}. Ratio: to the base alone in the same run.")
+    clipped = ", clipped" if args.clip else ""
+    print(f"torch {torch.__version__}, {where}, {args.dtype}{clipped}. Ratio: to the base alone in the same run.")
     print(_table(results))
     if args.json is not None:
         args.json.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))

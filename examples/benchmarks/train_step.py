@@ -1,6 +1,7 @@
 """The cost of Mechanic in a whole training step: tokens per second of a GPT-2, including forward and backward.
 
     python examples/benchmarks/train_step.py                     # GPT-2 124M, batch 16 x 1024, bf16 autocast
+    python examples/benchmarks/train_step.py --rank 8            # the same with LoRA on every linear layer
     python examples/benchmarks/train_step.py --layers 2 --width 64 --batch 2 --length 64 --device cpu
 
 The optimizers take turns, a few steps each on their own copy, so that all see the same load.
@@ -58,6 +59,27 @@ class GPT(nn.Module):
         return self.norm(h) @ self.tokens.weight.T
 
 
+class LoRA(nn.Module):
+    """A frozen linear layer and a trained product of two thin matrices."""
+
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down, self.up = nn.Linear(frozen.in_features, rank, False), nn.Linear(rank, frozen.out_features, False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def add_lora(model: GPT, rank: int) -> None:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name, layer in list(block.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(block, name, LoRA(layer, rank))
+
+
 class Synchronised(torch.optim.AdamW):
     """Waits for the device in each step, as Mechanic does without Triton."""
 
@@ -66,7 +88,7 @@ class Synchronised(torch.optim.AdamW):
         return super().step(closure)
 
 
-def optimizers(device: torch.device) -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
+def optimizers(device: torch.device, *, foreach: bool) -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
     fused = device.type == "cuda"
 
     def adamw(params: Any) -> torch.optim.Optimizer:
@@ -75,9 +97,12 @@ def optimizers(device: torch.device) -> dict[str, Callable[[Any], torch.optim.Op
     found: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "adamw": adamw,
         "mechanic": lambda params: mechanize(adamw(params)),
+        "mechanic, paper": lambda params: mechanize(adamw(params), rule="paper"),
     }
-    if fused:
+    if fused:  # the next two step torch's fused AdamW
         found["mechanic, any base"] = lambda params: mechanize(adamw(params), backend="triton")
+        found["mechanic, paper, any base"] = lambda params: mechanize(adamw(params), rule="paper", backend="triton")
+    if fused and foreach:
         found["mechanic, foreach"] = lambda params: mechanize(adamw(params), backend="foreach")
         found["adamw, foreach"] = lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True)
         found["adamw, foreach, synchronised"] = lambda params: Synchronised(params, lr=1e-4, foreach=True)
@@ -89,8 +114,11 @@ class Trainer:
         torch.manual_seed(0)
         self.arguments = arguments
         self.device = torch.device(arguments.device)
-        self.model = GPT(width=arguments.width, layers=arguments.layers, length=arguments.length).to(self.device)
-        self.optimizer = build(self.model.parameters())
+        self.model = GPT(width=arguments.width, layers=arguments.layers, length=arguments.length)
+        if arguments.rank:
+            add_lora(self.model, arguments.rank)
+        self.model.to(self.device)
+        self.optimizer = build([p for p in self.model.parameters() if p.requires_grad])
         shape = (arguments.batch, arguments.length + 1)
         self.data = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0)).to(self.device)
 
@@ -120,12 +148,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--rank", type=int, help="train LoRA of this rank")
+    parser.add_argument("--foreach", action="store_true", help="also without Triton")
     parser.add_argument("--steps", type=int, default=5, help="steps in a turn")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    trainers = {name: Trainer(build, arguments) for name, build in optimizers(torch.device(arguments.device)).items()}
+    builds = optimizers(torch.device(arguments.device), foreach=arguments.foreach)
+    trainers = {name: Trainer(build, arguments) for name, build in builds.items()}
     for trainer in trainers.values():
         trainer.seconds(3)
     times: dict[str, list[float]] = {name: [] for name in trainers}

@@ -113,7 +113,7 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, parame
 
 def _hand_over(engine: Any, mechanic: MechanicOptimizer) -> Optimizer:
     refuse_unsupported(engine, mechanic)
-    mechanic.state_dict()  # writes the tuner into the param groups, which DeepSpeed may copy or drop
+    mechanic.write_tuner()  # writes the tuner into the param groups, which DeepSpeed may copy or drop
     engine._mechanic = mechanic
     return mechanic.base
 

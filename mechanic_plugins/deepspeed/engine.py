@@ -26,12 +26,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor
 
-from mechanic_plugins.core.param_state import main_slot
-from mechanic_plugins.core.tuner_state import with_scaled_gradients
 from mechanic_plugins.deepspeed.universal import mend_universal_load, mend_universal_load_of_stage3
 from mechanic_plugins.distributed.reduction import Reduction, Shares
 from mechanic_plugins.distributed.sharding import shares_of
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.rule.sums import with_scaled_gradients
+from mechanic_plugins.weights.slots import main_slot
 
 __all__ = ["connect"]
 

@@ -66,8 +66,8 @@ def _of_the_optimizer(engine: Any, mechanic: MechanicOptimizer) -> Iterator[tupl
         "the engine clips before Mechanic sees the gradients. Set 'gradient_clipping' in the DeepSpeed config",
     )
     yield (
-        mechanic.delta_dtype == torch.bfloat16,
-        "mechanize(delta_dtype=torch.bfloat16)",
+        mechanic.kept_dtype == torch.bfloat16,
+        "mechanize(kept_dtype=torch.bfloat16)",
         "its checkpoints hold all of the state in one dtype. Leave it out",
     )
     yield (

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic_plugins.checkpoints.state import check_tuner
-from mechanic_plugins.core.param_state import PREFIX, main_slot
-from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.optimizer import MechanicOptimizer, saving
+from mechanic_plugins.weights.slots import main_slot
 
 __all__ = ["mend_universal_load", "mend_universal_load_of_stage3"]
 
@@ -64,8 +63,8 @@ def _load_shard(
 
 def _check_loaded(mechanic: MechanicOptimizer, shards: Sequence[Tensor], checkpoint_dir: str) -> None:
     slot = main_slot(mechanic.settings.rule)
-    check_tuner(mechanic.param_groups, mechanic.settings)
-    if not mechanic.param_groups[0].get(f"{PREFIX}steps"):
+    learned, _ = saving.read(mechanic.param_groups, mechanic.settings)
+    if not learned.tuners[0].steps:
         warnings.warn(
             f"the universal checkpoint {checkpoint_dir} was saved without Mechanic: the base's moments are kept, and "
             "the scale is learned from scratch, starting at the current weights.",

@@ -24,6 +24,13 @@ class Reduction:
     group: dist.ProcessGroup | None = None
     spans_ranks: bool = True
 
+    def of_floats(self, sums: list[float]) -> list[float]:
+        """The sums over all ranks, as floats. Waits for the other ranks."""
+        if not self.spans_ranks:
+            return sums
+        total: list[float] = self(torch.tensor(sums, dtype=torch.float64)).tolist()
+        return total
+
     def __call__(self, sums: Tensor) -> Tensor:
         if not self.spans_ranks:
             return sums

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from mechanic_plugins.checkpoints.format import holds_tuner
-from mechanic_plugins.checkpoints.leaving import filled, rescale, scales_in
-from mechanic_plugins.checkpoints.state import strip
+from mechanic_plugins.optimizer.saving import holds_tuner, strip
+from mechanic_plugins.optimizer.to_plain import filled, rescale, scales_in
 
 __all__ = ["demechanize_checkpoint", "refuse_unscaled_resume"]
 

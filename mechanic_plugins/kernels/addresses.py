@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic_plugins.kernels.table import POINTERS, Table
+from mechanic_plugins.kernels.table import POINTERS, Table, places_of
 from mechanic_plugins.kernels.triton_support import is_even, kind_of, lies_like
 
 __all__ = ["Addresses", "Kept"]
@@ -24,8 +24,10 @@ _LOW_BYTES_OF_ALIGNED = bytes(range(0, 256, 16))
 class Kept(NamedTuple):
     """What Mechanic and the base keep for a parameter; None where something does not exist."""
 
-    ref: Tensor
-    master: Tensor | None = None
+    kept: Tensor
+    """The reference; with a published rule, Delta."""
+    other: Tensor | None = None
+    """For 16-bit weights, the float32 master; with a published rule, the 16-bit reference."""
     moment1: Tensor | None = None
     moment2: Tensor | None = None
     step: Tensor | None = None
@@ -47,7 +49,8 @@ class Addresses:
         self._numels = [x.numel() for x in xs]
         self._table = table
         rows = [
-            (0, *(0 if t is None else t.data_ptr() for t in each), x.numel()) for x, each in zip(xs, kept, strict=True)
+            (0, *(0 if t is None else t.data_ptr() for t in each), place, numel)
+            for each, place, numel in zip(kept, places_of(self._numels), self._numels, strict=False)
         ]
         self._rows = torch.tensor(rows)
         self._rows_are_aligned = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -12,13 +12,15 @@ from torch import Tensor
 
 from mechanic_plugins.kernels.cuda import is_capturing
 
-__all__ = ["POINTERS", "Mailbox", "Table", "Tiles"]
+__all__ = ["POINTERS", "Table", "Tiles", "places_of"]
 
 POINTERS = 5
 """The number of leading columns that point to vectors."""
 _KEPT_CONSTANTS = 32
 _SENT_AT_ONCE = 64 * 1024 // 8
-"""How many numbers fit into 64 KiB."""
+"""How many numbers fit into 64 KiB. CUDA stages copies of pageable memory up to this size without waiting for them."""
+_STEP = 16
+"""Tensors lie at multiples of this in a copy of them all, where kernels can read 16 bytes at once."""
 
 
 @dataclass(frozen=True)
@@ -27,35 +29,25 @@ class Tiles:
 
     blocks: Tensor
     firsts: Tensor
-    count: int
+    starts: list[int]
+    """Each tensor's first block, and the number of blocks."""
+
+    @property
+    def count(self) -> int:
+        return self.starts[-1]
 
 
-class Mailbox:
-    """Sends 8-byte numbers to a tensor on a GPU, from one reused buffer.
-
-    The buffer is pageable on purpose: copies of up to 64 KiB are staged before the call returns, so it can be reused at
-    once. Longer ones are split.
-    """
-
-    def __init__(self, target: Tensor) -> None:
-        box = torch.empty(len(target), dtype=target.dtype)
-        self._place = box.data_ptr()
-        self._parts = list(zip(torch.split(target, _SENT_AT_ONCE), torch.split(box, _SENT_AT_ONCE), strict=True))
-
-    def send(self, numbers: bytes) -> None:
-        """Returns before the numbers have arrived, but later launches on this stream will see them."""
-        ctypes.memmove(self._place, numbers, len(numbers))
-        for target, box in self._parts:
-            target.copy_(box, non_blocking=True)
+def places_of(numels: Sequence[int]) -> list[int]:
+    """Where each tensor begins in a copy of them all, in elements, and where the copy ends."""
+    return [0, *accumulate(-(-numel // _STEP) * _STEP for numel in numels)]
 
 
 @dataclass
 class Table:
     """The addresses of one list of tensors, and other small data, on the device.
 
-    Those of the gradients are separate: they change in nearly every step of most loops, the others hardly ever. All are
-    updated in place, so that recorded launches see them. A graph that the user captures gets its own table, with the
-    addresses at that time.
+    Those of the gradients are separate: they change in nearly every step of most loops, the others hardly ever. A graph
+    that the user captures gets its own table, with the addresses at that time.
     """
 
     device: torch.device
@@ -69,8 +61,6 @@ class Table:
     is_captured: bool = False
     """Whether a graph captured by the user reads the table."""
     constants: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
-    _mailbox: Mailbox | None = None
-    """Sends to `gradients`."""
 
     def constant(self, numbers: tuple[float, ...]) -> Tensor:
         """Float64 numbers on the device, copied there once."""
@@ -86,7 +76,7 @@ class Table:
             starts = [0, *accumulate(counts)]
             index = torch.arange(len(counts), dtype=torch.int32)
             blocks, firsts = index.repeat_interleave(torch.tensor(counts)), torch.tensor(starts[:-1])
-            self.tiles[size] = Tiles(self._on_device(blocks), self._on_device(firsts), starts[-1])
+            self.tiles[size] = Tiles(self._on_device(blocks), self._on_device(firsts), starts)
         return self.tiles[size]
 
     def is_up_to_date(self) -> bool:
@@ -95,16 +85,16 @@ class Table:
 
     def point_to(self, rows: Tensor, gradients: bytes, *, rows_are_new: bool) -> None:
         """Writes `rows` to `pointers` and the packed addresses to `gradients`. Called if either has changed."""
-        is_captured = is_capturing(self.device)
+        is_captured, addresses = is_capturing(self.device), torch.frombuffer(bytearray(gradients), dtype=torch.int64)
         if len(self.pointers) == 0 or self.is_captured or is_captured:
-            self.pointers = self._on_device(rows)
-            self.gradients = self._on_device(torch.frombuffer(bytearray(gradients), dtype=torch.int64))
-            self.is_captured, self._mailbox = is_captured, None
+            self.pointers, self.gradients = self._on_device(rows), self._on_device(addresses)
+            self.is_captured = is_captured
             return
         if rows_are_new:
             self.pointers.copy_(self._pinned(rows), non_blocking=True)
-        self._mailbox = self._mailbox or Mailbox(self.gradients)
-        self._mailbox.send(gradients)
+        parts = torch.split(self.gradients, _SENT_AT_ONCE), torch.split(addresses, _SENT_AT_ONCE)
+        for there, here in zip(*parts, strict=True):
+            there.copy_(here, non_blocking=True)
 
     def _on_device(self, host: Tensor) -> Tensor:
         return self._pinned(host).to(self.device, non_blocking=True)

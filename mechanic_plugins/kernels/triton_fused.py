@@ -1,15 +1,16 @@
-"""The update of Adam, AdamW, SGD and Lion as one GPU kernel."""
+"""The update of Adam, AdamW, SGD and Lion, and with a published rule Mechanic's move, as one GPU kernel."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from mechanic_plugins.kernels.triton_move import _move
 from mechanic_plugins.kernels.triton_passes import (
     _COLUMNS,
-    _MASTER,
     _MOMENT1,
     _MOMENT2,
+    _OTHER,
     _STEP,
     _X,
     _as_pointer,
@@ -88,22 +89,28 @@ def _lion(row, at, mask, x, g, lr, wd, beta1, beta2, mtype: tl.constexpr, ALIGNE
 def fused_kernel(
     table, grads, blocks, firsts, count, scales, corrections, lr, wd, a, b, c,
     KIND: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
-    xtype: tl.constexpr, gtype: tl.constexpr, mtype: tl.constexpr,
-    LOW: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+    xtype: tl.constexpr, gtype: tl.constexpr, ktype: tl.constexpr, mtype: tl.constexpr,
+    SUMMED: tl.constexpr, LOW: tl.constexpr, DITHERED: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The base's update in place, at lr times the scale. `lr` is a pointer; a, b and c are the base's own constants.
+    """The base's update in place, at lr times the scale; with SUMMED, at lr, and the move to x_ref + scale * Delta.
 
-    If the step is not made (some gradient is not finite), nothing is written.
+    `lr` is a pointer; a, b and c are the base's own constants. If the step is not made, nothing is written.
     """
     is_made = tl.load(scales + 1).to(tl.int32) != 0
-    rate = (tl.load(lr) * tl.load(scales + 0)).to(tl.float32)
+    rate = tl.load(lr).to(tl.float32)
+    if not SUMMED:
+        rate = (tl.load(lr) * tl.load(scales + 0)).to(tl.float32)
     clip = tl.load(scales + 2).to(tl.float32)
     for block in range(tl.program_id(0), count, tl.num_programs(0)):
         row, at, mask = _place(table, blocks, firsts, block, ALIGNED, SIZE)
         index = tl.load(blocks + block)
         grad = tl.load(grads + index)
-        used = mask & is_made & (grad != 0)
-        x = _weights(row, at, used, xtype, tl.float32, LOW, ALIGNED)
+        moved = mask & is_made
+        used = moved & (grad != 0)
+        if SUMMED:  # weights without a gradient move too
+            x = tl.load(_pointer(row, _X, xtype, ALIGNED) + at, moved, 0.0).to(tl.float32)
+        else:
+            x = _weights(row, at, used, xtype, tl.float32, LOW, ALIGNED)
         g = tl.load(_as_pointer(grad, gtype, ALIGNED) + at, used, 0.0).to(tl.float32) * clip
         if MAXIMIZE:
             g = -g
@@ -113,7 +120,11 @@ def fused_kernel(
             u = _sgd(row, at, used, x, g, rate, wd, a, mtype, MOMENTUM, NESTEROV, ALIGNED)
         else:
             u = _lion(row, at, used, x, g, rate, wd, a, b, mtype, ALIGNED)
-        x += u
-        if LOW:
-            tl.store(_pointer(row, _MASTER, tl.float32, ALIGNED) + at, x, used)
-        tl.store(_pointer(row, _X, xtype, ALIGNED) + at, x.to(xtype), used)
+        if SUMMED:
+            u = tl.where(used, u, 0.0)
+            _move(row, at, moved, x, u, scales, xtype, ktype, tl.float32, LOW, DITHERED, ALIGNED)
+        else:
+            x += u
+            if LOW:
+                tl.store(_pointer(row, _OTHER, tl.float32, ALIGNED) + at, x, used)
+            tl.store(_pointer(row, _X, xtype, ALIGNED) + at, x.to(xtype), used)

@@ -14,6 +14,7 @@ __all__ = [
     "ALIGNED",
     "can_run",
     "fits",
+    "is_16_bit",
     "kind_of",
     "lies_like",
     "processors",
@@ -22,6 +23,10 @@ __all__ = [
 
 ALIGNED = 16
 """Elements that suffice for reading 16 bytes at once."""
+
+
+DEVICES = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
+"""The kinds of devices that kernels may run on."""
 
 
 def is_interpreted() -> bool:
@@ -55,6 +60,11 @@ def lies_like(grad: Tensor, x: Tensor) -> bool:
     if grad.layout != torch.strided:
         return False
     return grad.stride() == x.stride() or (grad.is_contiguous() and x.is_contiguous())
+
+
+def is_16_bit(dtype: torch.dtype) -> bool:
+    """Whether an update may be smaller than the rounding of weights of this dtype."""
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 def kind_of(x: Tensor, grad: Tensor | None) -> tuple[torch.device, torch.dtype, torch.dtype, bool]:

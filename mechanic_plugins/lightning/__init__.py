@@ -18,9 +18,6 @@ import torch
 import torch.distributed as dist
 
 from mechanic_plugins.api import find
-from mechanic_plugins.checkpoints.leaving import filled, rescale, save_whole
-from mechanic_plugins.checkpoints.state import strip
-from mechanic_plugins.core.settings import Rule, Scope, Settings
 from mechanic_plugins.lightning.attach import (
     attach,
     load_plain_checkpoints_without_mechanic,
@@ -38,8 +35,11 @@ from mechanic_plugins.lightning.checks import (
 from mechanic_plugins.lightning.packages import Callback, installed
 from mechanic_plugins.lightning.reports import BAR, is_logged, log_rules, metrics, show_digits, summarize
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.optimizer.saving import strip
+from mechanic_plugins.optimizer.to_plain import filled, rescale, save_whole
+from mechanic_plugins.optimizer.wrapper import Backend
 from mechanic_plugins.options import DEFAULTS, Options, configured
-from mechanic_plugins.passes.planner import Backend
+from mechanic_plugins.rule.settings import Rule, Scope, Settings
 from mechanic_plugins.summary import ScaleHistory
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Mechanic(Callback):
         scope: "all" learns one scale per optimizer, "group" one per param group.
         max_scale: Upper bound on the scale.
         max_grad_norm: Clip the gradients in the step, which takes no pass of its own as `gradient_clip_val` does.
-        delta_dtype: `torch.bfloat16` keeps the weights at the start in 2 bytes per parameter.
+        kept_dtype: `torch.bfloat16` keeps what the step remembers of each weight in 2 bytes.
         group: The ranks that share the parameters, if not all ranks.
         sync_replicas: Average the sums over data-parallel replicas too, for replicas on different hardware.
         backend: The implementation: "auto", "fused", "triton" or "foreach".
@@ -94,7 +94,7 @@ class Mechanic(Callback):
         scope: Scope = "all",
         max_scale: float | None = None,
         max_grad_norm: float | None = None,
-        delta_dtype: torch.dtype | Literal["float32", "bfloat16"] | None = None,
+        kept_dtype: torch.dtype | Literal["float32", "bfloat16"] | None = None,
         group: dist.ProcessGroup | None = None,
         sync_replicas: bool = False,
         backend: Backend = "auto",

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from mechanic_plugins.api import Options, mechanize
-from mechanic_plugins.checkpoints.state import strip
-from mechanic_plugins.core.param_state import DELTA, REF
 from mechanic_plugins.lightning.checks import DEEPSPEED, is_a
 from mechanic_plugins.lightning.packages import LIGHTNINGS, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.optimizer.saving import strip
 from mechanic_plugins.options import DEFAULTS
+from mechanic_plugins.weights.slots import DELTA, REF
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -61,7 +61,7 @@ def release(strategy: Strategy, schedulers: Iterable[Any]) -> None:
     for planted in ("_init_optimizers", "load_checkpoint"):
         vars(strategy).pop(planted, None)
     for optimizer in _ours(strategy):
-        optimizer.state_dict()
+        optimizer.write_tuner()
 
 
 def mechanize_before_the_engine(strategy: Any, options: Options) -> None:

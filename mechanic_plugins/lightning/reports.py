@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mechanic_plugins.core.groups import names_of
 from mechanic_plugins.lightning.packages import rank_zero_info, rank_zero_warn
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.optimizer.readings import names_of
 from mechanic_plugins.summary import ScaleHistory, remarks, report, rules
 
 if TYPE_CHECKING:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic_plugins.checkpoints.state import Progress
-from mechanic_plugins.core import known_bases
-from mechanic_plugins.core.param_state import DELTA, MASTER, REF
-from mechanic_plugins.distributed.sharding import is_dtensor
+from mechanic_plugins.distributed.sharding import is_dtensor, local
+from mechanic_plugins.optimizer.learned import Learned
+from mechanic_plugins.weights import facts
+from mechanic_plugins.weights.slots import DELTA, MASTER, REF
 
-__all__ = ["refuse_foreign", "refuse_mixed_groups", "refuse_release", "refuse_scale_of_zero", "refuse_sparse"]
+__all__ = [
+    "refuse_foreign",
+    "refuse_mixed_groups",
+    "refuse_overlaps",
+    "refuse_release",
+    "refuse_scale_of_zero",
+    "refuse_sparse",
+]
 
 
 def refuse_sparse(p: Tensor) -> None:
@@ -44,16 +51,16 @@ def refuse_release(base: Optimizer, *, by_engine: bool) -> None:
             "freeze(release=True) cannot give memory back under DeepSpeed: the engine holds views of the optimizer's "
             "state. Use freeze(), or save a checkpoint and go on without Mechanic at the learned lr."
         )
-    if not known_bases.is_linear_in_lr(type(base)):
+    if not facts.is_linear_in_lr(type(base)):
         raise ValueError(
             f"freeze(release=True) steps the base at scale * lr, and updates of {type(base).__name__} are not known to "
             "be proportional to its lr: use freeze(). If they are, say so by a class attribute, linear_in_lr = True."
         )
 
 
-def refuse_scale_of_zero(progress: Progress) -> None:
+def refuse_scale_of_zero(learned: Learned) -> None:
     """Rejects freezing before a scale was learned: nothing would train."""
-    if not any(row.played > 0 for row in progress.tuner.rows):
+    if not any(tuner.scale > 0 for tuner in learned.wait_for_tuners()):
         raise RuntimeError(
             "freeze() would hold a scale of 0, at which nothing trains: no scale was learned yet. Call it after the "
             "first three steps with a gradient."
@@ -69,3 +76,48 @@ def refuse_mixed_groups(groups: Sequence[dict[str, Any]]) -> None:
                 f"param group {index} mixes sharded (DTensor) and plain parameters, which fused and foreach optimizers "
                 "cannot step together: put them into two groups."
             )
+
+
+def refuse_overlaps(params: Sequence[Tensor]) -> None:
+    """Refuses two parameters that share memory: each would take the other's update for its own.
+
+    Interleaved views of one storage share no elements and are fine.
+    """
+    for cluster in _clusters([x for x in map(local, params) if _has_memory(x)]):
+        first = min(x.data_ptr() for x in cluster)
+        taken = torch.zeros(max(map(_end, cluster)) - first, dtype=torch.bool)
+        for x in cluster:
+            size = x.element_size()
+            place = taken.as_strided(x.size(), [size * stride for stride in x.stride()], x.data_ptr() - first)
+            if place.any():
+                raise ValueError(
+                    f"a parameter of shape {tuple(x.shape)} shares memory with another one of this optimizer: each "
+                    "would be moved by the updates of both. To tie weights, use one Parameter in both places; else "
+                    "give each its own memory with .clone()."
+                )
+            place.fill_(True)
+
+
+def _has_memory(x: Tensor) -> bool:
+    is_plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
+    return is_plain and x.numel() > 0 and x.device.type != "meta"
+
+
+def _end(x: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(x.size(), x.stride(), strict=True))
+    return x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _clusters(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups of tensors on one device whose byte ranges overlap."""
+    cluster: list[Tensor] = []
+    end = 0
+    for x in sorted(tensors, key=lambda x: (str(x.device), x.data_ptr())):
+        if cluster and (x.device != cluster[0].device or x.data_ptr() >= end):
+            if len(cluster) > 1:
+                yield cluster
+            cluster, end = [], 0
+        cluster.append(x)
+        end = max(end, _end(x))
+    if len(cluster) > 1:
+        yield cluster

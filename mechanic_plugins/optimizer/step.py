@@ -1,7 +1,7 @@
 """The optimizer that learns the scale of its learning rate while it trains.
 
-`MechanicOptimizer.step` reads like the algorithm: the sums over all parameters of all ranks, the tuner's decision, and
-the base's step at the learned scale.
+`MechanicOptimizer.step` reads like the algorithm, from top to bottom: the sums over all parameters of all ranks, the
+decision, and the move.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -20,32 +20,40 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from mechanic_plugins.checkpoints import state as checkpoint
-from mechanic_plugins.checkpoints.state import Progress
-from mechanic_plugins.core.param_state import is_16_bit
-from mechanic_plugins.core.relative import FAR, OUTLIER, restart
-from mechanic_plugins.core.row import Row
-from mechanic_plugins.core.tuner import SUMS, Decision, clip_factor
-from mechanic_plugins.core.tuner_state import TunerState, initial_state
 from mechanic_plugins.distributed.engines import refuse_unattached
 from mechanic_plugins.distributed.reduction import Reduction, Shares
-from mechanic_plugins.distributed.sharding import align_gradients, shares_of
+from mechanic_plugins.distributed.sharding import align_gradients, local, shares_of
+from mechanic_plugins.kernels import gpu_tuner, triton_support
 from mechanic_plugins.kernels.cuda import is_capturing
-from mechanic_plugins.optimizer.interface import Group, Wrapper
-from mechanic_plugins.optimizer.overlaps import refuse_overlaps
+from mechanic_plugins.optimizer import saving
+from mechanic_plugins.optimizer.learned import Learned
 from mechanic_plugins.optimizer.refusals import (
     refuse_foreign,
     refuse_mixed_groups,
+    refuse_overlaps,
     refuse_release,
     refuse_scale_of_zero,
     refuse_sparse,
 )
-from mechanic_plugins.optimizer.tuning import has_lr_zero
-from mechanic_plugins.passes.base_step import is_observed
-from mechanic_plugins.passes.masters import are_usable
-from mechanic_plugins.passes.plan import Batch, Closure, Entry, Plan, Sums, add_sizes, batches_of_parts, sums_of
+from mechanic_plugins.optimizer.wrapper import IN_USE, Wrapper
+from mechanic_plugins.rule.decide import Decision, clip_factor, decide, new_tuners
+from mechanic_plugins.rule.default import BEGINNING, FAR, OUTLIER, DefaultTuner
+from mechanic_plugins.rule.schedule import begin, has_lr_zero, scheduled_lr
+from mechanic_plugins.rule.sums import WIDTH, Sums
+from mechanic_plugins.rule.tuner import Tuner
+from mechanic_plugins.weights.host_sums import batches_of_parts, sums_of
+from mechanic_plugins.weights.masters import are_usable
+from mechanic_plugins.weights.on_device import DevicePlan, can_be_told, can_fuse
+from mechanic_plugins.weights.on_host import HostPlan
+from mechanic_plugins.weights.plan import Closure, Entry, Group, Plan
+from mechanic_plugins.weights.slots import MASTER, REF, is_16_bit
+from mechanic_plugins.weights.step_base import is_observed
 
 __all__ = ["MechanicOptimizer", "is_called_by"]
+
+_PLANS = 64
+"""How many plans are kept: one for each set of parameters that moves."""
+_DD = Sums._fields.index("dd")
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,219 +87,303 @@ class MechanicOptimizer(Wrapper):
         At a learning rate of 0 in every group, the weights and the scale stay where they are. With a published rule, a
         parameter without a gradient still follows the scale, unless its `requires_grad` is False.
         """
-        had_grad = torch.is_grad_enabled()
+        had_grad, loss = torch.is_grad_enabled(), None
         torch._C._set_grad_enabled(False)  # like torch.no_grad(), which takes ten calls
         try:
             if self._dry_state is not None:
                 self._leave_dry_run()
-            if closure is None and not self.base.state and self._is_dry_run():
-                return self._make_dry_run()
-            loss = None
             if closure is not None:
                 closure, loss = self._evaluated(closure)
+            elif not self.base.state and self._is_dry_run():
+                return self._make_dry_run()
             params = self._params()
-            if self._has_data:
-                result = self._train(closure, params)
-                return result if loss is None else loss
-            self._make_dry_run()  # nothing to learn, but what a step allocates can be counted
-            return loss
+            if not self._has_data:  # fake tensors: nothing to learn, but what a step allocates can be counted
+                self._make_dry_run()
+                return loss
+            result = self._train(params, closure)
+            return result if loss is None else loss
         finally:
             torch._C._set_grad_enabled(had_grad)
+
+    def _train(self, params: Sequence[Tensor], closure: Closure | None) -> Any:
+        learned = self._learned
+        if self._given is not None:  # an engine has decided for all ranks
+            return self._plan(learned, params).move(self._given, closure) if self._given.is_made else None
+        plan = self._plan(learned, params)
+        if self._known_shares is None or self._known_shares[0] is not params:
+            self._known_shares = params, self._count_shares(params)
+        reduction = self._known_shares[1].reduction
+        if plan.decides_on_device:
+            decision = self._decide_on_device(learned, reduction(plan.sums(learned.tuners)))
+            if decision is None:
+                return None
+        else:
+            tuners = learned.tuners if learned.flat is None else learned.wait_for_tuners()
+            sums = reduction.of_floats(plan.sums(tuners))
+            if tuners[0].gradients <= 1 and self._was_false_start(tuners, sums):
+                self._forget_start(learned)
+                return self._train(params, closure)
+            decision = self._decide(learned, sums)
+            if not decision.is_made:
+                return None
+        before = learned.tuners
+        try:
+            result = plan.move(decision, closure)
+        except BaseException:
+            if reduction.spans_ranks:  # the other ranks, which decide together with this one, have moved on
+                learned.tuners, learned.flat = decision.tuners, decision.flat
+            raise
+        learned.tuners, learned.flat = decision.tuners, decision.flat
+        if self._watched and learned.flat is None:
+            self._undo_jump(learned, before, reduction)
+        return result
+
+    # ---------------------------------------------------------------- the decision
+
+    def _decide(self, learned: Learned, sums: Sequence[float]) -> Decision:
+        """Decides on the host. A step that is not made has been counted when this returns."""
+        tuners, settings = learned.tuners, self.settings
+        if tuners[0].unit == 0:
+            placed = [(self._tuner_of(group), group) for group in self.base.param_groups]
+            tuners = begin(tuners, placed, normalize=settings.normalize_lr)
+        lrs, first_lrs, holds = self._schedule(learned)
+        if lrs is None:
+            scales = [tuner.scale for tuner in learned.tuners]
+            return Decision(learned.tuners, False, 1.0, scales, scales)
+        holds = holds or tuners[0].unit == 0
+        decision = decide(tuners, sums, list(map(float, lrs)), settings, hold=holds, max_grad_norm=self._max_grad_norm)
+        learned.last_sums = sums if 0 not in decision.old_scales else _without_waiting(sums, decision.old_scales)
+        if learned.entry is not IN_USE:
+            self._mark_in_use()
+        if decision.is_made:
+            learned.first_lrs = first_lrs
+            return decision
+        for tuner, counted in zip(learned.tuners, decision.tuners, strict=True):
+            tuner.skipped, tuner.longest = counted.skipped, counted.longest
+        if tuner.skipped > 0:
+            self._warn_of_skips(int(tuner.steps), int(tuner.skipped))
+        return decision
+
+    def _warn_of_lr(self, index: int, lr: float) -> None:
+        """Says once for each kind of number that no step can be made with it."""
+        kind = "negative" if lr < 0 else str(lr)
+        if kind not in self._odd_lrs:
+            self._odd_lrs.add(kind)
+            warnings.warn(
+                f"the lr of param group {index} is {lr}: the step was not made, since a learning rate must be a finite "
+                "number >= 0; weights, optimizer state and tuner are unchanged. Schedules that fall below 0 after "
+                "their last step need a floor, as in LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps)).",
+                stacklevel=6,
+            )
+
+    def _decide_on_device(self, learned: Learned, sums: Tensor) -> Decision | None:
+        """Decides in the GPU's memory, without waiting for it. In a skipped step the kernels write nothing."""
+        lrs, first_lrs, holds = self._schedule(learned)
+        if lrs is None:
+            return None
+        learned.first_lrs = first_lrs
+        flat = learned.on_device(sums.device)
+        new, table = gpu_tuner.launch(
+            flat, sums, kind=type(learned.tuners[0]), settings=self.settings, lrs=lrs, hold=holds,
+            max_grad_norm=self._max_grad_norm,
+        )  # fmt: skip
+        if new is flat:  # overwritten in place: the user is capturing this step
+            learned.captured = flat
+        learned.last_sums = sums
+        if learned.entry is not IN_USE:
+            self._mark_in_use()
+        return Decision.on_device(learned.tuners, learned.placed(new), table)
+
+    def _schedule(self, learned: Learned) -> tuple[list[float | Tensor] | None, dict[int, float], bool]:
+        """Per tuner, the position of its groups' schedule as a learning rate; each group's first one above 0.
+
+        No learning rates, after a warning, if one of them is negative or not finite: no step can be made. And whether
+        the scale stays as it is: frozen, or at a learning rate of 0, at which nothing must move. Two rules that start
+        with a scale above 0 do take such steps, as published: their warm-ups depend on it.
+        """
+        groups, first_lrs, count = self.base.param_groups, learned.first_lrs, len(learned.tuners)
+        lrs = [group.get("lr") for group in groups]
+        learned.last_lrs = lrs
+        if Tensor in map(type, lrs):  # which a scheduler changes in place
+            learned.last_lrs = [lr.detach().clone() if isinstance(lr, Tensor) else lr for lr in lrs]
+        if self._ignores_schedule or lrs.count(None) == len(lrs):
+            return [1.0] * count, first_lrs, learned.frozen
+        if len(groups) == 1 and 0 in first_lrs and type(lrs[0]) is float and 0 < lrs[0] < math.inf:
+            return [lrs[0]], first_lrs, learned.frozen
+        odd = [(i, lr) for i, lr in enumerate(lrs) if isinstance(lr, float) and not 0 <= lr < math.inf]
+        if odd:
+            self._warn_of_lr(*odd[0])
+            return None, first_lrs, True
+        first_lrs, placed = dict(first_lrs), [(self._place_of(group), group) for group in groups]
+        ceiling = max(first_lrs.values(), default=math.inf)
+        parts = [[each for each in placed if count == 1 or each[0] == index] for index in range(count)]
+        is_held = self.settings.rule not in ("experiments", "optax") and has_lr_zero(groups)
+        return [scheduled_lr(part, first_lrs, ceiling) for part in parts], first_lrs, learned.frozen or is_held
+
+    # ---------------------------------------------------------------- the plan
+
+    def _plan(self, learned: Learned, params: Sequence[Tensor]) -> Plan:
+        """The plan of an earlier step with the same moving parameters, if it is still valid, else a new one."""
+        by_gpu = False
+        if params and params[0].device.type in triton_support.DEVICES:
+            by_gpu = self._gpu_may_decide(learned, local(params[0]).device)
+        key = learned.released, by_gpu, *[id(p) for p in params if p.grad is not None or p.requires_grad]
+        plan = self._plans.get(key)
+        if plan is None or not plan.is_current():
+            if learned.released:
+                refuse_scale_of_zero(learned)
+            plan = self._plans[key] = self._make_plan(learned, params, by_gpu)
+            if len(self._plans) > _PLANS:
+                del self._plans[next(iter(self._plans))]
+        return plan
+
+    def _make_plan(self, learned: Learned, params: Sequence[Tensor], by_gpu: bool) -> Plan:
+        base, slots, backend = self.base, self._slots, self.backend
+        entries, tuner_of = self._entries(learned, params), [self._tuner_of(group) for group in self.param_groups]
+        if learned.released:
+            return HostPlan(base, entries, tuner_of, slots, self.settings, keeps=False)
+        fuses = backend in ("auto", "fused") and bool(entries) and can_fuse(base, entries)
+        if backend == "fused" and entries and not fuses:
+            raise ValueError(
+                f"backend='fused' cannot step {type(base).__name__} as it is set up here: it knows torch's Adam, "
+                "AdamW and SGD (no amsgrad, dampening, foreach=True or step hooks) and Lion, with dense float32, bf16 "
+                "or fp16 weights on a GPU with Triton. Use backend='auto', which falls back by itself."
+            )
+        may_ask_gpu = by_gpu and bool(entries) and slots.are_complete(base.state, [e.param for e in entries])
+        if may_ask_gpu and fuses:
+            return DevicePlan(base, entries, slots, self.settings, around=None)
+        device = local(params[0]).device if params else torch.device("cpu")
+        uses_kernels = backend != "foreach" and triton_support.can_run(device)
+        plan = HostPlan(
+            base, entries, tuner_of, slots, self.settings, may_fuse=backend == "auto", uses_kernels=uses_kernels
+        )
+        if may_ask_gpu and plan.is_complete and can_be_told(base, entries, slots):
+            return DevicePlan(base, entries, slots, self.settings, around=plan)
+        return plan
+
+    def _gpu_may_decide(self, learned: Learned, device: torch.device) -> bool:
+        """Whether every tuner with trained weights has begun, on a GPU with Triton. The same on all ranks."""
+        if learned.released or self._given is not None:
+            return False
+        may = self.backend != "foreach" and triton_support.can_run(device)
+        active = {self._tuner_of(g) for g in self.param_groups if any(p.requires_grad for p in g["params"])}
+        needed = max(BEGINNING, self._watched)
+        if may and not active <= self._begun:
+            for index, tuner in enumerate(learned.wait_for_tuners()):
+                if (tuner.scale > 0 and tuner.gradients >= needed) if self._slots.is_default else tuner.unit > 0:
+                    self._begun.add(index)
+            may = active <= self._begun
+        if not may and is_capturing(device):
+            raise RuntimeError(
+                "the step can be captured in a CUDA graph once the scale is known: make "
+                f"{needed} steps with a gradient before the capture."
+            )
+        return may
+
+    def _entries(self, learned: Learned, params: Sequence[Tensor]) -> list[Entry]:
+        """The parameters that take part: those with a gradient now or in an earlier step.
+
+        Parameters with requires_grad=False stay where they are and are not counted.
+        """
+        weights = dict[int, float]()
+        if self._given is None:
+            if self._known_shares is None or self._known_shares[0] is not params:
+                self._known_shares = params, self._count_shares(params)
+            weights = self._known_shares[1].weights
+        align_gradients(params)
+        entries = []
+        for group in self.param_groups:
+            index = self._tuner_of(group)
+            for p in group["params"]:
+                known = self.state.get(p, {})
+                refuse_sparse(p)
+                refuse_foreign(p, known)
+                if known and not learned.released:
+                    self._slots.conform(p, known)
+                if p.grad is not None or (self._slots.main in known and p.requires_grad):
+                    entries.append(Entry(p, group, index, weights.get(id(p), 1.0)))
+        return entries
+
+    def _count_shares(self, params: Sequence[Tensor]) -> Shares:
+        refuse_mixed_groups(self.param_groups)
+        refuse_overlaps(params)
+        if self.shares_by_engine is not None:
+            return self.shares_by_engine(params)
+        refuse_unattached(self)
+        return shares_of(params, group=self.group, sync_replicas=self.sync_replicas)
+
+    # ---------------------------------------------------------------- closures
 
     def _evaluated(self, closure: Closure) -> tuple[Closure, Any]:
         """The loss, and a closure for the base that first returns this loss. Later calls recompute it or raise."""
         again = torch.enable_grad()(closure)
         loss = again()
         cached = [loss]
-        otherwise = again if self.max_grad_norm is None else self._refuse_second_evaluation
+
+        def refuse() -> None:
+            raise RuntimeError(
+                f"max_grad_norm={self._max_grad_norm} clips the gradients that a step starts from, but "
+                f"{type(self.base).__name__} evaluates the closure again within its step, and those gradients would "
+                "not be clipped: leave max_grad_norm out and call torch.nn.utils.clip_grad_norm_ in the closure."
+            )
+
+        otherwise = again if self._max_grad_norm is None else refuse
         return lambda: cached.pop() if cached else otherwise(), loss
 
-    def _refuse_second_evaluation(self) -> None:
-        raise RuntimeError(
-            f"max_grad_norm={self.max_grad_norm} clips the gradients that a step starts from, but "
-            f"{type(self.base).__name__} evaluates the closure again within its step, and those gradients would not be "
-            "clipped: leave max_grad_norm out and call torch.nn.utils.clip_grad_norm_ in the closure."
-        )
+    # ---------------------------------------------------------------- starts that went wrong
 
-    def _train(self, closure: Closure | None, params: Sequence[Tensor]) -> Any:
-        progress = self._keeper.progress
-        by_kernel = self._leaves_to_device(progress)
-        plan = self._plan(progress, params, by_kernel)
-        if self._decision is not None:
-            return plan.apply(self._decision, unit=self._keeper.unit, closure=closure)
-        reduction, before = self._shares(params).reduction, progress.tuner
-        if by_kernel:
-            decision = self._decide_on_device(plan, progress, reduction)
-        else:
-            new = self._tuning.beginning(before.rows)
-            sums = self._sums(plan, before, reduction, new)
-            if new and self._was_false_start(sums, before.rows):
-                self._forget_start(progress)
-                return self._train(closure, params)
-            decision = self._decide(sums, progress)
-        if decision is None or decision.applied is False:
-            return None
-        try:
-            result = plan.apply(decision, unit=self._tuning.units.of_scale(progress), closure=closure)
-        except BaseException:
-            if not reduction.spans_ranks:  # with ranks that decide together, the others have moved on
-                progress.tuner = before
-            raise
-        if not by_kernel and self.shares_by_engine is None and self._tuning.may_jump(progress):
-            self._undo_jump(params, progress, before, reduction)
-        return result
-
-    def _decide_on_device(self, plan: Plan, progress: Progress, reduction: Reduction) -> Decision | None:
-        """Does not wait for the device if the base can be told there. None if a recording has made the step."""
-        recording = self._recorder.find(
-            plan, progress, max_grad_norm=self.max_grad_norm, spans_ranks=reduction.spans_ranks
-        )
-        is_told = plan.decides_on_device()
-        sums = self._device_sums(plan, progress, is_told) if recording is None else recording.sums()
-        self._last["sums"] = sums = reduction(sums)
-        self._note_lrs()
-        if recording is not None:
-            recording.play(sums, progress)
-            return None
-        decision = self._tuning.by_kernel(sums, progress, self.max_grad_norm)
-        decision = decision if is_told else decision.on_host()
-        is_seen = not isinstance(decision.applied, Tensor) or decision.applied.device.type == "cpu"
-        if is_seen and not decision.applied and progress.tuner.counts[1] > 0:
-            self._warn_of_skips(progress)
-        return decision
-
-    def _device_sums(self, plan: Plan, progress: Progress, is_told: bool) -> Tensor:
-        tuners, device = len(progress.tuner), progress.tuner.device
-        if is_told:
-            return plan.device_sums(tuners, device)
-        return torch.tensor(sums_of(plan.batches, [False] * tuners), dtype=torch.float64, device=device)
-
-    def _leaves_to_device(self, progress: Progress) -> bool:
-        device, is_free = progress.tuner.device, not progress.released
-        by_kernel = is_free and self._planner.uses_kernels(device) and self._tuning.can_leave_to_device(progress)
-        if is_free and not by_kernel and is_capturing(device):
-            raise RuntimeError(
-                "the step can be captured in a CUDA graph once the scale is known: make "
-                f"{self._tuning.before_kernels} steps with a gradient before the capture."
-            )
-        return by_kernel
-
-    def _plan(self, progress: Progress, params: Sequence[Tensor], by_kernel: bool) -> Plan:
-        if progress.released:
-            refuse_scale_of_zero(progress)
-        return self._planner.plan(
-            params,
-            lambda: self._entries(progress, params),
-            lambda: [progress.tuner_of(group) for group in self.param_groups],
-            is_released=progress.released,
-            has_begun=by_kernel,
-        )
-
-    def _sums(self, plan: Plan, tuner: TunerState, reduction: Reduction, new: Mapping[int, bool]) -> Sums:
-        """The global sums. The first gradients of new tuners also measure the size of the weights."""
-        sums = self._local_sums(plan.batches, tuner.rows, new)
-        if not reduction.spans_ranks:
-            return sums
-        numbers: Sums = reduction(torch.tensor(sums, dtype=torch.float64, device=tuner.device)).tolist()
-        return numbers
-
-    def _local_sums(self, batches: Sequence[Batch], rows: Sequence[Row], new: Mapping[int, bool]) -> Sums:
-        """This rank's sums. With a published rule every tuner is `waiting`: delta is stored, not a reference."""
-        is_default = self._keeper.slots.is_default
-        waiting = [not is_default or row.played == 0 for row in rows]
-        sums = sums_of(batches, waiting, with_decay=bool(self.settings.s_decay))
-        if new:
-            add_sizes(batches, sums, new)
-        return sums
-
-    def _was_false_start(self, sums: Sums, rows: Sequence[Row]) -> bool:
+    def _was_false_start(self, tuners: Sequence[Tuner], sums: Sequence[float]) -> bool:
         """Whether the only gradient so far is far longer or shorter than this one. The weights have not moved yet.
 
         The next step will show which of the two is the odd one. Always False if the base's state cannot be dropped,
         because it predates the first step or an engine such as DeepSpeed holds views of it.
         """
-        if self._keeper.has_history or self.shares_by_engine is not None:
+        if not self._slots.is_default or max(tuner.gradients for tuner in tuners) != 1:
             return False
-        if max([row.gradients for row in rows]) != 1:
+        if self._has_history or self.shares_by_engine is not None:
             return False
-        clip = clip_factor(sums, self.max_grad_norm)
-        norms = [clip * math.sqrt(square) if square >= 0 else 0.0 for square in sums[1 : -1 : len(SUMS)]]
-        pairs = zip(norms, [row.longest for row in rows], strict=True)
+        clip = 1.0 if self._max_grad_norm is None else clip_factor(sums, self._max_grad_norm)
+        norms = [clip * math.sqrt(square) if square >= 0 else 0.0 for square in sums[1:-1:WIDTH]]
+        pairs = zip(norms, [tuner.longest for tuner in tuners], strict=True)
         return any(max(a, b) > OUTLIER * min(a, b) > 0 for a, b in pairs if math.isfinite(a))
 
-    def _forget_start(self, progress: Progress) -> None:
+    def _forget_start(self, learned: Learned) -> None:
         """Starts over with this step, since the base's moments would remember the outlier."""
         self.state.clear()
-        self._planner.forget()  # plans hold the state that was cleared
-        constants, tuner = self._tuning.units.constants(progress), progress.tuner
-        new = initial_state(constants, tuners=len(tuner), device=tuner.device)
-        progress.tuner, progress.unit = new.with_rows(new.rows, (0.0, tuner.counts[1])), 0.0
+        self._plans.clear()  # plans hold the state that was cleared
+        skipped = learned.tuners[0].skipped
+        learned.tuners = new_tuners(self.settings, len(learned.tuners))
+        for tuner in learned.tuners:
+            tuner.skipped = skipped
+        self._mark_in_use()
 
-    def _undo_jump(self, params: Sequence[Tensor], progress: Progress, was: TunerState, reduction: Reduction) -> None:
-        """Puts the weights back to where they began if this step was absurdly long. The base keeps its state."""
-        sums = self._sums(self._plan(progress, params, False), progress.tuner, reduction, {})
-        rows, dds = [row.copy() for row in progress.tuner.rows], sums[SUMS.index("dd") : -1 : len(SUMS)]
-        lost = [index for index, (row, dd) in enumerate(zip(rows, dds, strict=True)) if restart(row, dd)]
+    def _undo_jump(self, learned: Learned, before: Sequence[Tuner], reduction: Reduction) -> None:
+        """Puts the weights back to where they began if this step was absurdly long. The base keeps its state.
+
+        Only the first updates are watched, of bases that may make such a jump.
+        """
+        is_watched = any(tuner.gradients <= self._watched for tuner in learned.tuners)
+        if not is_watched or learned.frozen or self.shares_by_engine is not None:
+            return
+        plan: Any = self._plan(learned, self._params())
+        sums = reduction.of_floats(sums_of(plan.batches, learned.tuners, self.settings))
+        tuners: list[Any] = [tuner.copy() for tuner in learned.tuners]
+        lost = [index for index, tuner in enumerate(tuners) if tuner.restart(sums[WIDTH * index + _DD])]
         if not lost:
             return
-        progress.tuner = progress.tuner.with_rows(rows, was.counts)
-        self._keeper.return_to_start(lost)
+        for tuner, was in zip(tuners, before, strict=True):
+            tuner.steps, tuner.skipped = was.steps, was.skipped
+        learned.tuners = tuners
+        for group in self.base.param_groups:
+            for p in group["params"] if self._tuner_of(group) in lost else ():
+                kept = self.base.state.get(p, {})
+                for weights in (p, kept.get(MASTER, p)) if REF in kept else ():
+                    local(weights).detach().copy_(local(kept[REF]))
         warnings.warn(
             f"an update of {type(self.base).__name__} was more than {FAR:.0f} times as long as those before it and "
             "was dropped: the weights are back where they started, and the scale uses the new length.",
             stacklevel=4,
         )
-
-    def _decide(self, sums: Sums, progress: Progress) -> Decision:
-        self._last["sums"] = sums
-        decision = self._tuning.by_floats(sums, progress, self.max_grad_norm)
-        if 0 in decision.befores:
-            self._last["sums"] = _without_waiting(sums, decision.befores)
-        if decision.applied:
-            self._note_lrs()
-        elif progress.tuner.counts[1] > 0:
-            self._warn_of_skips(progress)
-        return decision
-
-    def _entries(self, progress: Progress, params: Sequence[Tensor]) -> list[Entry]:
-        """The parameters that take part: those with a gradient now or in an earlier step.
-
-        Parameters with requires_grad=False stay where they are and are not counted.
-        """
-        weights = self._shares(params).weights if self._decision is None else {}
-        align_gradients(params)
-        entries, rows, is_kept = [], progress.tuner.rows, not progress.released
-        for group in self.param_groups:
-            index = progress.tuner_of(group)
-            for p in group["params"]:
-                known = self.state.get(p, {})
-                refuse_sparse(p)
-                refuse_foreign(p, known)
-                if is_kept and known:
-                    self._keeper.slots.adopt(p, known, rows[index].played)
-                    self._keeper.slots.conform(p, known)
-                if p.grad is not None or (self._keeper.slots.main in known and p.requires_grad):
-                    entries.append(Entry(p, group, index, weights.get(id(p), 1.0)))
-        return entries
-
-    def _shares(self, params: Sequence[Tensor]) -> Shares:
-        if self._known_shares is None or self._known_shares[0] is not params:
-            refuse_mixed_groups(self.param_groups)
-            refuse_overlaps(params)
-            if self.shares_by_engine is None:
-                refuse_unattached(self)
-                shares = shares_of(params, group=self.group, sync_replicas=self.sync_replicas)
-            else:
-                shares = self.shares_by_engine(params)
-            self._known_shares = params, shares
-        return self._known_shares[1]
-
-    def _note_lrs(self) -> None:
-        """Remembers this step's lrs: a scheduler may change them before `effective_lrs` is read."""
-        self._last["lrs"] = [
-            lr.detach().clone() if isinstance(lr := dict.get(group, "lr"), Tensor) else lr
-            for group in self.base.param_groups
-        ]
 
     # ---------------------------------------------------------------- holding the scale
 
@@ -306,51 +398,61 @@ class MechanicOptimizer(Wrapper):
             ValueError: The base's updates are not proportional to lr, or an engine holds views of its state.
             RuntimeError: No scale has been learned yet.
         """
+        learned = self._learned
         if release:
             refuse_release(self.base, by_engine=self.shares_by_engine is not None)
-        progress = self._keeper.progress
-        if not (release and progress.tuner.counts[0] == 0):  # it may be about to load a released optimizer's state
-            refuse_scale_of_zero(progress)
-        progress.frozen, progress.released = True, release or progress.released
+        tuners = learned.wait_for_tuners()
+        if not (release and tuners[0].steps == 0):  # it may be about to load a released optimizer's state
+            refuse_scale_of_zero(learned)
+        learned.frozen, learned.released = True, release or learned.released
         if release:
-            rows = [row.copy() for row in progress.tuner.rows]
-            for row in rows:
-                row.path = 0.0  # new references start a new path
-            progress.tuner = progress.tuner.with_rows(rows)
-            checkpoint.strip((), self.state)
-            self._planner.forget()  # plans hold the tensors that were dropped
-            self._keeper.write()
+            learned.flat = None
+            saving.strip((), self.state)
+            self._plans.clear()  # plans hold the tensors that were dropped
+        self.write_tuner()
 
     def unfreeze(self) -> None:
         """Resumes tuning from where the tuner was."""
-        progress = self._keeper.progress
-        was_released, progress.frozen, progress.released = progress.released, False, False
-        if was_released:
-            self._keeper.write()
+        learned = self._learned
+        was_released, learned.frozen, learned.released = learned.released, False, False
+        if was_released:  # a new run, as far as references and path go
+            for tuner in learned.wait_for_tuners():
+                if isinstance(tuner, DefaultTuner):
+                    tuner.path = 0.0
+            learned.flat = None
+            for p in [p for p in self._params() if p in self.state]:
+                self._slots.begin(p, self.state[p], has_master=False)
+                if self._slots.is_default:
+                    self._slots.put(p, self.state[p], REF, local(p))
+            self._plans.clear()
+        self.write_tuner()
 
     # ---------------------------------------------------------------- for engines that step part by part
 
     def local_sums(self, parts: Sequence[tuple[Group, Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """The sums for `decide`, from an engine's parts: param group, weights, gradient and the reference or delta."""
-        progress = self._keeper.progress
-        rows = progress.tuner.rows
-        entries = [(Entry(x, g, progress.tuner_of(g), 1.0), grad, kept) for g, x, grad, kept in parts]
-        batches = batches_of_parts(self.base, entries)
-        sums = self._local_sums(batches, rows, self._tuning.beginning(rows))
-        return torch.tensor(sums, dtype=torch.float64, device=progress.tuner.device)
+        """The sums for `decide`, from an engine's parts: param group, weights, gradient and what is kept for them."""
+        entries = [(Entry(x, g, self._tuner_of(g), 1.0), grad, kept) for g, x, grad, kept in parts]
+        batches = batches_of_parts(self.base, self._slots, entries)
+        sums = sums_of(batches, self._learned.wait_for_tuners(), self.settings)
+        return torch.tensor(sums, dtype=torch.float64)
 
     def decide(self, sums: Tensor) -> Decision:
         """Advances the tuner, given the sums over all parameters of all ranks (see `local_sums`)."""
-        return self._decide(sums.tolist(), self._keeper.progress)
+        learned = self._learned
+        learned.wait_for_tuners()
+        decision = self._decide(learned, sums.tolist())
+        if decision.is_made:
+            learned.tuners = decision.tuners
+        return decision
 
     @contextmanager
     def applying(self, decision: Decision) -> Iterator[None]:
         """Within this context, `step()` applies the given decision and only moves the weights."""
-        self._decision = decision
+        self._given = decision
         try:
             yield
         finally:
-            self._decision = None
+            self._given = None
 
     # ---------------------------------------------------------------- the dry run of torch.distributed.checkpoint
 
@@ -359,14 +461,14 @@ class MechanicOptimizer(Wrapper):
 
         A user's first step may look the same, hence the look at the caller.
         """
-        return has_lr_zero(self.base) and is_called_by("torch.distributed.checkpoint.state_dict")
+        return has_lr_zero(self.base.param_groups) and is_called_by("torch.distributed.checkpoint.state_dict")
 
     def _make_dry_run(self) -> None:
         self.base.step()
         stepped = [p for p in self._params() if p.grad is not None]
-        has_masters = self._keeper.slots.is_default and are_usable(self.base, stepped)
-        for p in () if checkpoint.is_released(self.param_groups) else stepped:
-            self._keeper.slots.begin(p, self.state[p], has_master=has_masters and is_16_bit(p.dtype))
+        has_masters = self._slots.is_default and are_usable(self.base, stepped)
+        for p in () if self._learned.released else stepped:
+            self._slots.begin(p, self.state[p], has_master=has_masters and is_16_bit(p.dtype))
         self._dry_state = self.state
 
     def _leave_dry_run(self) -> None:
@@ -384,10 +486,10 @@ def is_called_by(module: str) -> bool:
     return frame is not None
 
 
-def _without_waiting(sums: Sums, befores: Sequence[float]) -> Sums:
+def _without_waiting(sums: Sequence[float], old_scales: Sequence[float]) -> list[float]:
     """The sums without the squared distance of tuners that have not moved yet."""
     moved = list(sums)
-    for index, before in enumerate(befores):
-        if before == 0:
-            moved[len(SUMS) * index + SUMS.index("dd")] = 0.0
+    for index, scale in enumerate(old_scales):
+        if scale == 0:
+            moved[WIDTH * index + _DD] = 0.0
     return moved

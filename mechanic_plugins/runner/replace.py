@@ -215,7 +215,7 @@ def _was_built(self: Any, *args: Any, **kwargs: Any) -> None:
     It is not built if the program creates it from this class and a param group of another instance, as PyKEEN does.
     """
     if "base" not in vars(self) and (args or kwargs):
-        from mechanic_plugins.core.param_state import PREFIX
+        from mechanic_plugins.weights.slots import PREFIX
 
         own = {key: value for key, value in kwargs.items() if not key.startswith(PREFIX)}
         _wrap(self, type(self), *type(self).again(*args, **own))
@@ -233,7 +233,7 @@ def _defaults(old: Any, ours: type) -> list[tuple[str, Any]]:
 
 def _delegated(old: Any, ours: type) -> list[tuple[str, Any]]:
     """The old class's own methods and attributes, delegated to the base, which holds the state."""
-    from mechanic_plugins.optimizer.interface import of_the_base
+    from mechanic_plugins.optimizer.wrapper import of_the_base
 
     above = old.__mro__[: next(i for i, c in enumerate(old.__mro__) if c.__module__ == "torch.optim.optimizer")]
     names = {name for parent in above for name in vars(parent) if not name.startswith("__") and not hasattr(ours, name)}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mechanic_plugins.core.tuner import SUMS
+from mechanic_plugins.rule.sums import Sums
 
 MICRO_BATCH = 4
 SPIKE = 8
@@ -244,7 +244,7 @@ def counted_reductions() -> Iterator[list[int]]:
     original, calls = dist.all_reduce, []
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.dtype == torch.float64 and tensor.numel() > 1 and tensor.numel() % len(SUMS) == 1:
+        if tensor.dtype == torch.float64 and tensor.numel() > 1 and tensor.numel() % len(Sums._fields) == 1:
             calls.append(tensor.numel())
         return original(tensor, *args, **kwargs)
 

@@ -145,7 +145,7 @@ REFUSED = {
     "an offload ratio of 0.5": Case(stage=3, zero={"offload_optimizer": {**CPU, "ratio": 0.5}}),
     "elastic checkpoints": Case(stage=1, zero={"elastic_checkpoint": True}),
     "DeepCompile": Case(stage=1, config={"compile": {"deepcompile": True}}),
-    "mechanize(delta_dtype=torch.bfloat16)": Case(stage=1, options={"delta_dtype": "bfloat16"}),
+    "mechanize(kept_dtype=torch.bfloat16)": Case(stage=1, options={"kept_dtype": "bfloat16"}),
     "torch.optim.Adagrad": Case(stage=1, base="Adagrad", base_options={"lr": 1.0}),
 }
 

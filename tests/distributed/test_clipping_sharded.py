@@ -114,7 +114,7 @@ def skip_together(rank: int) -> dict[str, Any]:
     return {
         "same": run.weights() == before,
         "gradients": all(torch.equal(g, p.grad.to_local()) for g, p in zip(grads, params, strict=True)),  # type: ignore[union-attr]
-        "skipped": run.optimizer._keeper.progress.tuner.counts[1],
+        "skipped": run.optimizer.metrics()["mechanic/skipped_steps"],
         "norm": run.optimizer.grad_norm.item(),
     }
 

@@ -60,7 +60,7 @@ def join(rank: int, folder: str, form: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_mechanic_joins_a_sharded_run(ranks: Callable[[int], Ranks], tmp_path: Path, form: str) -> None:
-    """torch used to raise a KeyError ('param_groups.first.mechanic_s') or to report a missing mechanic_delta."""
+    """torch used to raise a KeyError ('param_groups.first.mechanic_tuner') or to report a missing mechanic_delta."""
     first, second = ranks(2)(join, str(tmp_path), form)
     assert first == second
     (warning,) = first["warnings"]
@@ -68,4 +68,4 @@ def test_mechanic_joins_a_sharded_run(ranks: Callable[[int], Ranks], tmp_path: P
     assert first["moments"] == 5
     assert first["steps"] == 10
     assert first["scale"] > 0
-    assert "mechanic_s" in first["keys"]
+    assert "mechanic_tuner" in first["keys"]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from mechanic_plugins import MechanicOptimizer, mechanize
+from mechanic_plugins.distributed.sharding import shares_of
 
 STEPS = 60
 
@@ -49,7 +50,7 @@ def train_experts(rank: int, everywhere: bool, by_hand: bool) -> dict[str, Any]:
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
         opt.step()
-    weights = opt._shares(opt._params()).weights
+    weights = shares_of([p for group in opt.param_groups for p in group["params"]]).weights
     return {
         "shared": model.a.weight.tolist(),
         "scale": opt.scale.item(),

@@ -18,6 +18,7 @@ from mechanic_plugins import MechanicOptimizer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 CPU = torch.device("cpu")
+NAMES = ["base alone", "mechanic", "mechanic, paper"]
 
 
 def loaded(name: str) -> Any:
@@ -38,26 +39,20 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)  # as if not installed
 
 
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        ("--shapes tiny --base lion", ["base alone", "mechanic, foreach", "mechanic"]),
-        ("--shapes tiny --clip", ["base alone", "mechanic, foreach", "mechanic"]),
-        ("--shapes mlp6", ["base alone", "mechanic"]),
-    ],
-)
+@pytest.mark.parametrize("words", ["--shapes tiny --base lion", "--shapes tiny --clip", "--shapes mlp6"])
 def test_a_run_writes_one_object_a_line_and_prints_a_table(
-    words: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results.json"
     assert bench.main(["--device", "cpu", "--repeats", "2", "--json", str(path), *words.split()]) == 0
     results = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["name"] for r in results] == names
+    assert [r["name"] for r in results] == NAMES
     for result in results:
         assert result.keys() == {field.name for field in fields(bench.Result)}
         assert result["seconds"] > 0
     assert results[0]["ratio"] == 1
-    assert results[1]["state_bytes"] == results[0]["state_bytes"] + 4
+    for mechanic in results[1:]:  # one number more for each weight: its start, or Delta
+        assert mechanic["state_bytes"] == results[0]["state_bytes"] + 4
     printed = capsys.readouterr().out
     assert all(r["name"] in printed for r in results)
     assert ("clipped" in printed) is ("--clip" in words)
@@ -69,16 +64,18 @@ def test_the_shapes_are_what_their_names_say() -> None:
     assert counts == {"lora": 19_988_480, "124M": 124_439_808}
 
 
+def test_on_a_gpu_both_rules_are_measured_with_every_backend() -> None:
+    names = bench.rivals("adamw", torch.device("cuda"), small=False, backends=("fused", "triton")).keys()
+    for name in ("mechanic", "mechanic, paper"):
+        assert {f"{name}, fused", f"{name}, triton", f"{name}, bf16 delta"} < names
+
+
 def test_small_models_are_timed_on_one_thread_against_prodigy(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
     peer = SimpleNamespace(Prodigy=lambda params: threads.append(torch.get_num_threads()) or torch.optim.SGD(params))  # type: ignore[func-returns-value]
     monkeypatch.setitem(sys.modules, "prodigyopt", peer)
     before = torch.get_num_threads()
-    assert [r.name for r in bench.measure("mlp6", "adam", device=CPU, repeats=1)] == [
-        "base alone",
-        "mechanic",
-        "prodigyopt",
-    ]
+    assert [r.name for r in bench.measure("mlp6", "adam", device=CPU, repeats=1)] == [*NAMES, "prodigyopt"]
     assert threads == [1]
     assert torch.get_num_threads() == before
 
@@ -107,6 +104,7 @@ def test_the_memory_benchmark_counts_what_is_kept() -> None:
         [sys.executable, str(FOLDER / "memory.py")], check=True, capture_output=True, text=True
     ).stdout
     found = dict(re.findall(r"^(.*?)  +([\d.]+)$", printed, re.MULTILINE))
-    names = ["AdamW", "Mechanic around AdamW", "the same with delta_dtype=torch.bfloat16"]
+    names = ["AdamW", "Mechanic around AdamW", "the same with kept_dtype=torch.bfloat16"]
     names.append("the same after freeze(release=True)")
-    assert [float(found[name]) for name in names] == [8.0, 12.0, 10.0, 8.0]
+    names += ["the same with rule='paper'", "the same with rule='paper' and bfloat16"]
+    assert [float(found[name]) for name in names] == [8.0, 12.0, 10.0, 8.0, 12.0, 10.0]

@@ -23,10 +23,10 @@ from documented import PAGES, ROOT, Block, blocks, execute
 
 import mechanic_plugins
 from mechanic_plugins import Settings, mechanize
-from mechanic_plugins.core.tuner_state import empty_sums
 from mechanic_plugins.lightning import Mechanic
 from mechanic_plugins.optim import AdamW
 from mechanic_plugins.options import parameters, parsed
+from mechanic_plugins.rule.sums import empty
 from mechanic_plugins.runner.arguments import parse
 
 pytestmark = pytest.mark.slow
@@ -359,7 +359,7 @@ def test_the_paper_is_cited_for_its_rules_and_the_software_for_its_own() -> None
 
 def test_contributors_are_told_what_ci_runs() -> None:
     ci = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
-    assert ci == ["make test", "make lint"]
+    assert ci == ["make lint", "make test"]
     assert "\n".join(ci) in (ROOT / "CONTRIBUTING.md").read_text()
 
 
@@ -437,7 +437,7 @@ def test_the_api_is_that_of_the_code() -> None:
 def test_the_bytes_of_the_all_reduce_are_those_of_the_sums() -> None:
     """Two pages used to say 48 bytes per param group, which counts the number of gradients once too often."""
     pages = {name: (ROOT / "docs" / name).read_text() for name in ("performance.md", "sharding.md")}
-    one, two = (empty_sums(tuners, torch.device("cpu")).nbytes for tuners in (1, 2))
+    one, two = (empty(tuners, torch.device("cpu")).nbytes for tuners in (1, 2))
     each = two - one
     for page in (*pages.values(), (ROOT / "README.md").read_text()):
         assert f"one all-reduce of {one} bytes per step" in page

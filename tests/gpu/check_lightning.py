@@ -1,4 +1,4 @@
-"""Checks what Lightning does only on a GPU: real FSDP, fp16 with a fused optimizer, and no waiting for the device.
+"""Checks what Lightning does only on a GPU: FSDP, fp16 with a fused base, no waiting for the device. For both rules.
 
     python tests/gpu/check_lightning.py
 
@@ -7,6 +7,7 @@ By hand, on one CUDA GPU; needs torch, Lightning and this repository. A line per
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 import time
@@ -30,7 +31,9 @@ from mechanic_plugins.lightning import Mechanic, installed
 pl = installed()[0]
 DEVICE = torch.device("cuda", 0)
 BATCH, BATCHES, EPOCHS = 64, 10, 4
-OPTIONS: dict[str, Any] = {"settings": Settings(rule="paper", s_init=0.01)}
+RULES: dict[str, dict[str, Any]] = {"default": {}, "paper": {"settings": Settings(rule="paper", s_init=0.01)}}
+OPTIONS: dict[str, Any] = {}
+"""Those of the rule that is being checked."""
 
 
 def net() -> nn.Sequential:
@@ -231,7 +234,8 @@ def seconds_a_step(*callbacks: Any, steps: int = 300) -> float:
 
 
 def check_host_cost() -> str:
-    bare, unlogged, logged = seconds_a_step(), seconds_a_step(Mechanic(log=False)), seconds_a_step(Mechanic())
+    bare, unlogged = seconds_a_step(), seconds_a_step(Mechanic(log=False, **OPTIONS))
+    logged = seconds_a_step(Mechanic(**OPTIONS))
     return (
         f"{bare * 1e3:.2f} ms a step without, {unlogged * 1e3:.2f} with Mechanic, {logged * 1e3:.2f} with its logging"
     )
@@ -246,8 +250,10 @@ def main() -> int:
         return 1
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {pl.__name__} {pl.__version__}")
     failed = 0
-    for check in CHECKS:
-        name = check.__name__.removeprefix("check_")
+    for rule, check in itertools.product(RULES, CHECKS):
+        OPTIONS.clear()
+        OPTIONS.update(RULES[rule])
+        name = f"{rule}, {check.__name__.removeprefix('check_')}"
         try:
             print(f"ok    {name}: {check()}", flush=True)
         except Exception as error:

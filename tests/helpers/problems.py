@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -39,9 +40,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, fir
 
 
 def everything(optimizer: torch.optim.Optimizer, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A copy of the weights, the base's state and Mechanic's, for `differences`; `without` these group keys."""
+    """A copy of weights and state for `differences`, Mechanic's too; `without` these of the tuner's numbers."""
     state_dict = optimizer.state_dict()
-    groups = [{k: v for k, v in g.items() if k not in without} for g in state_dict["param_groups"]]
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group in groups:
+        entry = json.loads(group.pop("mechanic_tuner", "{}"))
+        numbers = {name: number for name, number in entry.pop("tuner", {}).items() if name not in without}
+        group["mechanic"] = {**entry, **numbers}
     weights = [p.detach() for g in optimizer.param_groups for p in g["params"]]
     return copy.deepcopy({"weights": weights, "state": state_dict["state"], "groups": groups})
 

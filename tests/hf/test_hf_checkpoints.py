@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def test_what_cannot_be_rewritten_is_refused(mechanized: tuple[Path, dict[str, A
     shutil.copytree(source, early := tmp_path / "early")
     saved = torch.load(early / "optimizer.pt", weights_only=True)
     for group in saved["param_groups"]:
-        group["mechanic_played"] = 0.0
+        entry = json.loads(group["mechanic_tuner"])
+        group["mechanic_tuner"] = json.dumps({**entry, "tuner": {**entry["tuner"], "scale": 0.0}})
     torch.save(saved, early / "optimizer.pt")
     with pytest.raises(ValueError, match=r"holds no learned scale.*Train a few steps more"):
         demechanize_checkpoint(early, tmp_path / "new")

@@ -41,11 +41,11 @@ def test_optim_args_are_keywords() -> None:
 
 
 def test_all_of_mechanics_options_reach_it(tmp_path: Path) -> None:
-    text = "sync_replicas=true,scope=group,max_scale=3,backend=foreach,delta_dtype=bfloat16,max_grad_norm=1"
+    text = "sync_replicas=true,scope=group,max_scale=3,backend=foreach,kept_dtype=bfloat16,max_grad_norm=1"
     opt = built(tmp_path, "adamw", text)
     assert built(tmp_path, "adamw", "rule=theory").settings.rule == "theory"
     assert (opt.settings.scope, opt.settings.max_scale) == ("group", 3)
-    assert (opt.sync_replicas, opt.backend, opt.delta_dtype, opt.max_grad_norm) == (True, "foreach", torch.bfloat16, 1)
+    assert (opt.sync_replicas, opt.backend, opt.kept_dtype, opt.max_grad_norm) == (True, "foreach", torch.bfloat16, 1)
 
 
 def test_the_constants_of_a_published_rule_are_text_too(tmp_path: Path) -> None:

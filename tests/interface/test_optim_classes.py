@@ -333,7 +333,7 @@ def test_an_unknown_argument_is_answered_with_the_known_one(wrong: dict[str, Any
         ({"rule": np.array(["paper", "optax"])}, ValueError, "rule must be one of 'relative', .* got array"),
         ({"scope": np.array(["all", "group"])}, ValueError, "scope must be one of 'all', 'group', got array"),
         ({"backend": np.array(["auto", "auto"])}, TypeError, "backend must be a string such as 'auto', got array"),
-        ({"delta_dtype": np.array([1, 2])}, ValueError, "delta_dtype must be None, torch.float32 or .* got array"),
+        ({"kept_dtype": np.array([1, 2])}, ValueError, "kept_dtype must be None, torch.float32 or .* got array"),
         ({"max_grad_norm": 10**400}, ValueError, "max_grad_norm must be None or a number > 0"),
         ({"scope": "groups"}, ValueError, "scope must be one of 'all', 'group', got 'groups'"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),

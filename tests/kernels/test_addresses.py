@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from mechanic_plugins.kernels import addresses
 from mechanic_plugins.kernels.addresses import Addresses, Kept
-from mechanic_plugins.kernels.table import Mailbox, Table
-from mechanic_plugins.optimizer.recording import LearningRates
+from mechanic_plugins.kernels.table import Table, places_of
 
 SHAPES = [(4, 6), (16,), (2, 3)]
 
@@ -91,21 +89,14 @@ def test_swapped_weights_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 8192, 20_000], ids=["few", "as many as are sent at once", "more"])
-def test_a_mailbox_brings_the_last_numbers_it_was_given(count: int) -> None:
-    target = torch.zeros(count, dtype=torch.int64)
-    mailbox = Mailbox(target)
+def test_the_table_has_the_last_addresses_it_was_given(count: int) -> None:
+    table = Table(torch.device("cpu"), (1,) * count)
     for start in range(3):
-        numbers = [start, *range(2**62, 2**62 + count - 2), 0]
-        mailbox.send(struct.pack(f"{count}q", *numbers))
-        assert target.tolist() == numbers
+        numbers = torch.tensor([start, *range(2**62, 2**62 + count - 2), 0])
+        table.point_to(torch.full((count, 9), start), numbers.numpy().tobytes(), rows_are_new=True)
+        assert torch.equal(table.gradients, numbers)
+        assert table.pointers.eq(start).all()
 
 
-@pytest.mark.parametrize("tuners", [1, 2, 3])
-def test_learning_rates_travel_together_and_lie_where_a_tensor_would(tuners: int) -> None:
-    lrs = LearningRates(tuners, 2, torch.device("cpu"))
-    for step in range(3):
-        numbers = [0.1 * (step + place) for place in range(tuners + 2)]
-        lrs.write(numbers)
-        assert [*lrs.of_tuners.tolist(), *(lr.item() for lr in lrs.of_batches)] == numbers
-    assert lrs.of_tuners.is_contiguous()
-    assert all(lr.data_ptr() % 16 == 0 for lr in lrs.of_batches)
+def test_places_in_a_copy_can_be_read_16_bytes_at_once() -> None:
+    assert places_of([16, 1, 0, 17, 3]) == [0, 16, 32, 32, 64, 80]

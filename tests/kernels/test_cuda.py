@@ -17,8 +17,3 @@ def test_another_gpu_is_made_the_current_one(monkeypatch: pytest.MonkeyPatch) ->
             assert not asked
     with cuda.on(torch.device("cuda:1")):
         assert asked == [torch.device("cuda:1")]
-
-
-def test_a_habit_is_what_comes_again_and_again() -> None:
-    habit = cuda.Habit()
-    assert [habit.has(key) for key in "aaaaabaaaaa"] == [False] * 3 + [True] * 2 + [False] * 4 + [True] * 2

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.kernels import dots
-from mechanic_plugins.kernels.dots import Dots, runs_of
+from mechanic_plugins.weights import dots
+from mechanic_plugins.weights.dots import Dots, runs_of
 
 SHAPES = [(3, 5), (), (40,), (0, 2), (7, 2, 3, 3), (11,)]
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_what_is_not_there_is_zero() -> None:
     sizes = Dots([t.numel() for t in xs], CPU)
     dg, gg, dd, dx, xx = sizes.of(xs, None, grads)
     assert gg > 0 == dg == dd == dx == xx
-    dg, gg, dd, dx, xx = sizes.of(xs, grads, None, with_dx=True)
+    dg, gg, dd, dx, xx = sizes.of(xs, grads, [torch.zeros_like(x) for x in xs], with_dx=True)
     assert dd > 0 == dg == gg == xx
     assert dx != 0
 

@@ -336,7 +336,7 @@ def test_every_option_is_documented() -> None:
 def test_every_option_reaches_the_optimizer() -> None:
     """Tests each option with a value other than its default; new options must be added here."""
     other: dict[str, Any] = {"scope": "group", "max_scale": 3.0, "sync_replicas": True, "backend": "foreach"}
-    other |= {"max_grad_norm": 2.0, "delta_dtype": torch.bfloat16, "group": None, "settings": None}
+    other |= {"max_grad_norm": 2.0, "kept_dtype": torch.bfloat16, "group": None, "settings": None}
     paper: dict[str, Any] = {"rule": "paper", "s_init": 1e-3, "s_decay": 0.1, "tuner_betas": [0.9], "tuner_eps": 1e-6}
     assert Mechanic(**other).options == {**other, **dict.fromkeys(paper)}
     assert {**Mechanic(**paper).options, **paper} == Mechanic(**paper).options  # no bfloat16 delta with these

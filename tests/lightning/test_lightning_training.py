@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,4 +325,4 @@ def test_fabric_takes_a_mechanized_optimizer(tmp_path: Path) -> None:
     assert optimizer.scale.item() == expected.optimizer.scale.item() > 0
     fabric.save(tmp_path / "fabric.ckpt", {"optimizer": optimizer})
     saved = torch.load(tmp_path / "fabric.ckpt", weights_only=True)["optimizer"]
-    assert saved["param_groups"][0]["mechanic_steps"] == 3 * BATCHES
+    assert json.loads(saved["param_groups"][0]["mechanic_tuner"])["tuner"]["steps"] == 3 * BATCHES

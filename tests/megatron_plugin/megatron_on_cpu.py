@@ -93,7 +93,7 @@ def batch(step: int) -> Tensor:
 class Run:
     """Training on two ranks: tensor parallel, or data parallel with or without an expert each."""
 
-    def __init__(self, rank: int, *, split: bool, sharded: bool, experts: bool) -> None:
+    def __init__(self, rank: int, *, split: bool, sharded: bool, experts: bool, rule: Any = None) -> None:
         self.rank, self.split = rank, split
         tensor = 2 if split else 1
         parallel_state.destroy_model_parallel()
@@ -112,7 +112,8 @@ class Run:
             config, DistributedDataParallelConfig(use_distributed_optimizer=sharded), net
         )
         options = {"lr": LR, "weight_decay": DECAY, "clip_grad": CLIP, "use_distributed_optimizer": sharded}
-        self.optimizer = mechanize(get_megatron_optimizer(OptimizerConfig(optimizer="adam", **options), [self.model]))
+        built = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **options), [self.model])
+        self.optimizer = mechanize(built, rule=rule)
         self.scales: list[float] = []
 
     def train(self, steps: range) -> None:
@@ -137,7 +138,7 @@ def on_cpu(rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -
         return function(rank, *args, **kwargs)
 
 
-def trained(rank: int, steps: int, **setup: bool) -> dict[str, Any]:
+def trained(rank: int, steps: int, **setup: Any) -> dict[str, Any]:
     run = Run(rank, **setup)
     run.train(range(steps))
     return {**run.result(), "start": {name: p.tolist() for name, p in run.start.items()}}
@@ -155,7 +156,7 @@ def load(run: Run, loaded: dict[str, Any]) -> None:
         state["step"] = state["step"].clone()
 
 
-def resumed(rank: int, folder: str, **setup: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def resumed(rank: int, folder: str, **setup: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a run of 40 steps, and one resumed from a checkpoint of the first 20."""
     metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it starts a process

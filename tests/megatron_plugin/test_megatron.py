@@ -36,10 +36,10 @@ def megatrons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     both.stop()
 
 
-def unsharded(start: dict[str, Any], experts: int) -> tuple[list[float], Plain]:
+def unsharded(start: dict[str, Any], experts: int, rule: Any) -> tuple[list[float], Plain]:
     weights = {name: torch.tensor(value) for name, value in start.items() if "expert" not in name}
     model = Plain(weights, experts)
-    opt, scales = mechanize(torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)), []
+    opt, scales = mechanize(torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY), rule=rule), []
     for step in range(STEPS):
         opt.zero_grad()
         x = batch(step)
@@ -56,11 +56,12 @@ def start(megatrons: Ranks) -> dict[str, Any]:
     return megatrons(on_cpu, trained, 0, **SETUPS["replicas"])[0]["start"]
 
 
+@pytest.mark.parametrize("rule", [None, "paper"])
 @pytest.mark.parametrize("name", SETUPS)
-def test_sharded_equals_unsharded(megatrons: Ranks, start: dict[str, Any], name: str) -> None:
+def test_sharded_equals_unsharded(megatrons: Ranks, start: dict[str, Any], name: str, rule: Any) -> None:
     setup = SETUPS[name]
-    first, second = megatrons(on_cpu, trained, STEPS, **setup)
-    scales, model = unsharded(start, 2 if setup["experts"] else 0)
+    first, second = megatrons(on_cpu, trained, STEPS, **setup, rule=rule)
+    scales, model = unsharded(start, 2 if setup["experts"] else 0, rule)
     assert first["scales"] == second["scales"]
     assert set(first["ends"]) == {first["scales"][-1]}  # dense weights and experts
     assert first["scales"] == pytest.approx(scales, rel=1e-4)
@@ -72,9 +73,10 @@ def test_sharded_equals_unsharded(megatrons: Ranks, start: dict[str, Any], name:
         torch.testing.assert_close(expert, model.experts[index].weight.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rule", [None, "paper"])
 @pytest.mark.parametrize("name", ["tensor parallel", "tensor parallel, distributed optimizer"])
-def test_a_resumed_run_equals_the_uninterrupted_one(megatrons: Ranks, tmp_path: Path, name: str) -> None:
-    for whole, second in megatrons(on_cpu, resumed, str(tmp_path), **SETUPS[name]):
+def test_a_resumed_run_equals_the_uninterrupted_one(megatrons: Ranks, tmp_path: Path, name: str, rule: Any) -> None:
+    for whole, second in megatrons(on_cpu, resumed, str(tmp_path), **SETUPS[name], rule=rule):
         assert second["scales"] == whole["scales"][20:]
         assert second["weights"] == whole["weights"]
 

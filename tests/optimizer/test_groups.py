@@ -1,111 +1,24 @@
-"""Param groups: their names, the scale under "d", and a scale per network."""
+"""Param groups: their names, and a scale per network."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import gc
-import json
-import pickle
 import warnings
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from problems import backward, perceptron, train
+from problems import perceptron, train
 
-from mechanic_plugins import demechanize, mechanize, optim
-from mechanic_plugins.core.groups import names_of
+from mechanic_plugins import demechanize, optim
+from mechanic_plugins.optimizer.readings import names_of
 
 
 def two_groups(**options: Any) -> tuple[torch.nn.Sequential, Any]:
     model = perceptron()
     groups = [{"params": model[0].parameters(), "name": "body"}, {"params": model[2].parameters(), "name": "head"}]
     return model, optim.AdamW(groups, scope="group", **options)
-
-
-# -------------------------------------------------------------------- "d"
-
-
-def test_d_is_the_scale_and_is_live() -> None:
-    model, opt = two_groups()
-    assert [group["d"] for group in opt.param_groups] == [0.0, 0.0]
-    for step in range(5):
-        backward(model, step)
-        opt.step()
-        assert [group["d"] for group in opt.param_groups] == opt.scales.tolist()
-    assert opt.param_groups[0]["d"] != opt.param_groups[1]["d"] > 0
-    assert opt.param_groups[1].get("d", 0.0) == opt.param_groups[1]["d"]
-    assert isinstance(opt.param_groups[0]["d"], float)
-    assert [g["d"] * g["lr"] for g in opt.param_groups] == opt.effective_lrs
-
-
-def test_d_is_no_entry() -> None:
-    model, opt = two_groups()
-    train(model, opt, 3)
-    group = opt.param_groups[0]
-    assert "d" not in {**group}
-    assert "d" not in group
-    for state in (opt.state_dict(), opt.base.state_dict()):
-        assert all(type(each) is dict and "d" not in each for each in state["param_groups"])
-    for twin in (copy.copy(group), copy.deepcopy(group), pickle.loads(pickle.dumps(group)), dict(group)):
-        assert type(twin) is dict
-        assert "d" not in twin
-    assert "d" not in json.loads(json.dumps({k: v for k, v in group.items() if k != "params"}))
-    with pytest.raises(KeyError, match="'e'"):
-        group["e"]
-    assert group.get("e", 3) == 3
-
-
-def test_d_survives_what_replaces_the_groups() -> None:
-    model, opt = two_groups()
-    train(model, opt, 5)
-    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert opt.param_groups[1]["d"] == opt.scales[1].item() > 0
-    opt.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
-    assert [group["d"] for group in opt.param_groups] == [*opt.scales[:2].tolist(), 0.0]
-    for twin in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        train(model, opt, 1)  # each copy has its own scale
-        assert [group["d"] for group in twin.param_groups] == twin.scales.tolist() != opt.scales.tolist()
-    again = mechanize(opt.base, scope="group")
-    assert [group["d"] for group in again.param_groups] == again.scales.tolist()
-
-
-def test_a_base_with_a_d_keeps_it() -> None:
-    opt = optim.Adafactor(perceptron().parameters(), d=2.0)
-    assert opt.param_groups[0]["d"] == 2.0
-    assert opt.state_dict()["param_groups"][0]["d"] == 2.0
-
-
-def test_without_mechanic_there_is_no_d() -> None:
-    model, opt = two_groups()
-    train(model, opt, 5)
-    plain = demechanize(opt)
-    with pytest.raises(KeyError):
-        plain.param_groups[0]["d"]
-
-
-def test_d_keeps_nobody_alive() -> None:
-    """A model on a GPU must be freed at once, without waiting for the garbage collector."""
-    gc.disable()
-    try:
-        opt = optim.SGD([torch.zeros(2, requires_grad=True)])
-        gone = weakref.ref(opt)
-        groups = opt.param_groups
-        del opt
-        assert gone() is None
-        assert groups[0].get("d") is None
-    finally:
-        gc.enable()
-
-
-def test_the_average_learning_rate_counts_weights() -> None:
-    model, opt = two_groups(lr=0.5)
-    train(model, opt, 5)
-    body, head = opt.effective_lrs
-    assert opt.get_avg_learning_rate() == pytest.approx((40 * body + 27 * head) / 67, rel=1e-12)
-    assert optim.SGD([{"params": []}]).get_avg_learning_rate() == 0.0
 
 
 # -------------------------------------------------------------------- names

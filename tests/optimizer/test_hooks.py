@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.core.param_state import REF
+from mechanic_plugins.weights.slots import REF
 
 ADAMW = torch.optim.AdamW
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def test_one_gradient_that_is_not_finite_skips_the_step_whole(
     model = perceptron(dtype)
     opt = mechanize(row.build(model.parameters(), variant))
     train(model, opt, 10)
-    before, metrics = everything(opt, without=("mechanic_skipped",)), opt.metrics()
+    before, metrics = everything(opt, without=("skipped",)), opt.metrics()
     for step in (10, 11):
         backward(model, step)
         model[2].weight.grad[1, 3] = bad
@@ -37,7 +38,7 @@ def test_one_gradient_that_is_not_finite_skips_the_step_whole(
                 opt.step()
         else:
             opt.step()  # warns only once: a second warning would be an error here
-    assert not differences(before, everything(opt, without=("mechanic_skipped",)))
+    assert not differences(before, everything(opt, without=("skipped",)))
     after = opt.metrics()
     assert not math.isfinite(after.pop("mechanic/grad_norm"))
     assert after.pop("mechanic/moved") > 0  # the skipped step saw the move of the one before
@@ -182,3 +183,54 @@ def test_a_step_repeated_after_an_error_is_the_step_that_was_meant() -> None:
         bases[1].failing = None
         opts[1].step()
     assert not differences(everything(opts[0]), everything(opts[1]))
+
+
+@pytest.mark.parametrize("rule", [None, "paper"])
+@pytest.mark.parametrize("lr", [-0.1, float("nan"), float("inf")])
+def test_no_step_is_made_at_a_learning_rate_that_is_none(lr: float, rule: Any) -> None:
+    """A schedule that fell below 0 stopped the default rule with a math domain error, and NaN destroyed the weights."""
+    model = perceptron()
+    opt = mechanize(torch.optim.AdamW(model.parameters(), lr=0.1), rule=rule)
+    train(model, opt, 5)
+    before = everything(opt)
+    opt.param_groups[0]["lr"] = lr
+    with pytest.warns(UserWarning, match="lr of param group 0 is .*: the step was not made"):
+        train(model, opt, 1, first=5)
+    train(model, opt, 1, first=6)  # warns only once
+    opt.param_groups[0]["lr"] = 0.1
+    assert not differences(before, everything(opt))
+    train(model, opt, 1, first=7)
+    assert opt.metrics()["mechanic/steps"] == 6
+
+
+@pytest.mark.parametrize("rule", [None, "paper"])
+def test_a_run_goes_on_after_a_schedule_that_falls_below_zero(rule: Any) -> None:
+    model = perceptron()
+    opt = mechanize(torch.optim.AdamW(model.parameters()), rule=rule)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 - step / 30)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(80):
+            train(model, opt, 1, first=step)
+            schedule.step()
+    assert ["need a floor" in str(warning.message) for warning in caught] == [True]
+    assert opt.metrics()["mechanic/steps"] == 31
+
+
+@pytest.mark.parametrize("rule", [None, "paper"])
+def test_an_engines_step_that_is_skipped_moves_nothing(rule: Any) -> None:
+    """Engines decide for all ranks, then step part by part: a skipped step moved the weights by the scale in force."""
+    p = torch.nn.Parameter(torch.ones(4))
+    opt = mechanize(torch.optim.SGD([p], lr=0.1), rule=rule)
+    slot = "mechanic_delta" if rule else "mechanic_ref"
+    for grad in (1.0, 1.0, 1.0, 1.0, 1.0, math.nan):
+        p.grad = torch.full((4,), grad)
+        before = p.detach().clone()
+        part = opt.param_groups[0], p.detach(), p.grad, opt.state.get(p, {}).get(slot)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            decision = opt.decide(opt.local_sums([part]))
+        with opt.applying(decision):
+            opt.step()
+    assert torch.equal(before, p)
+    assert opt.metrics()["mechanic/skipped_steps"] == 1

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.core.param_state import DELTA, REF
 from mechanic_plugins.lion import Lion
+from mechanic_plugins.weights.slots import DELTA, REF
 
 ADAMW = torch.optim.AdamW
 Build = Callable[[Any], torch.optim.Optimizer]

@@ -11,7 +11,7 @@ from optimizers import OPTIMIZERS, Row
 from problems import backward, differences, everything, perceptron, train
 
 from mechanic_plugins import MechanicOptimizer, Settings, mechanize
-from mechanic_plugins.core.param_state import DELTA, REF
+from mechanic_plugins.weights.slots import DELTA, REF
 
 ADAMW = torch.optim.AdamW
 
@@ -210,7 +210,8 @@ def test_a_published_rule_reads_every_update_off_the_weights() -> None:
     p.grad = torch.full((3,), 1e-6)
     opt = mechanize(torch.optim.SGD([p], lr=0.1), rule="paper")
     opt.step()
-    assert torch.equal(opt.state[p]["mechanic_delta"], (1 - p.grad) - 1)
+    stretched = 8 * torch.tensor(0.1)  # the power of two that brings lr next to 1
+    assert torch.equal(opt.state[p]["mechanic_delta"], ((1 - stretched * p.grad) - 1) / 8)
 
 
 def test_repr_shows_the_base_and_the_settings_but_no_vectors() -> None:

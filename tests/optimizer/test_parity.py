@@ -18,8 +18,8 @@ from reference_default import Default
 from torch import Tensor
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.core.settings import Settings
 from mechanic_plugins.lion import Lion as PackagesLion
+from mechanic_plugins.rule.settings import Settings
 
 RULES = ("relative", *PUBLISHED)
 STEPS = 300  # for one base; longer than any window or memory of a rule

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mechanic_plugins import MechanicOptimizer, demechanize, mechanize
+from mechanic_plugins.distributed.sharding import shares_of
 from mechanic_plugins.lion import Lion
 
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -165,7 +166,7 @@ def test_a_base_that_does_not_scale_with_its_lr_is_refused_untouched(kind: type[
 def test_an_engine_that_holds_views_of_the_state_is_not_robbed_of_it() -> None:
     """DeepSpeed's engines set `shares_by_engine` when they take over an optimizer."""
     run = Run("AdamW").train(0, 5)
-    run.optimizer.shares_by_engine = lambda params: run.optimizer._shares(params)
+    run.optimizer.shares_by_engine = shares_of
     with pytest.raises(ValueError, match="cannot give memory back under DeepSpeed"):
         run.optimizer.freeze(release=True)
     assert run.own_names() == {"mechanic_ref"}

@@ -38,7 +38,7 @@ ROUNDED = {"NAdam": ["mu_product"], "ASGD": ["eta", "mu"]}
 TOLERANCE_OF_ROUNDED = 1e-5
 WALKING_MEMORY = ("fused",)
 """torch's fused kernels read moments, weights and gradients as flat memory in the same order."""
-COUNTERS = ("mechanic_skipped",)
+COUNTERS = ("skipped",)
 HUGE = 1e6
 """The weight at which a run with a far too high learning rate is no longer compared."""
 

@@ -116,7 +116,6 @@ def test_fabric() -> None:
         opt.step()
         opt.zero_grad()
     assert unwrap(opt).scale > 0
-    assert opt.param_groups[0]["d"] == unwrap(opt).scale.item()
 
 
 # -------------------------------------------------------------------- loaders
@@ -216,7 +215,7 @@ def test_mmengines_runner(tmp_path: Path) -> None:
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses[-1] < 0.5 * losses[0]
     saved = torch.load(tmp_path / "epoch_4.pth", weights_only=False)["optimizer"]  # it has a log of mmengine's too
-    assert saved["param_groups"][0]["mechanic_steps"] == 32
+    assert json.loads(saved["param_groups"][0]["mechanic_tuner"])["tuner"]["steps"] == 32
 
 
 def test_torchtitan() -> None:

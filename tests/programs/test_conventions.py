@@ -13,7 +13,7 @@ import torch
 from test_class_loaders import assert_trains, data, model
 from tiny import installed
 
-from mechanic_plugins import mechanize, optim, unwrap
+from mechanic_plugins import optim, unwrap
 
 
 def test_sd_scripts() -> None:
@@ -35,21 +35,7 @@ def test_sd_scripts() -> None:
         opt.step()
         scheduler.step()
         opt.zero_grad(set_to_none=True)
-    logged = [group["d"] * group["lr"] for group in opt.param_groups]
-    assert logged == opt.effective_lrs
-    assert min(logged) > 0
-
-
-def test_ai_toolkit_and_simpletuner_read_the_learning_rate() -> None:
-    """Their lists of optimizers are closed, so this tests what they log when one of theirs is replaced by ours."""
-    net = model()
-    opt = mechanize(torch.optim.AdamW(net.parameters()))
-    for x, y in data():
-        torch.nn.functional.mse_loss(net(x), y).backward()
-        opt.step()
-    assert f"{opt.get_avg_learning_rate():.1e}" == f"{opt.effective_lrs[0]:.1e}"
-    group = opt.param_groups[0]
-    assert float(group.get("d", 0.0)) * group.get("lr", 1.0) == opt.effective_lrs[0] > 0
+    assert min(opt.effective_lrs) > 0
 
 
 def test_simpletuner_passes_what_the_signature_has() -> None:

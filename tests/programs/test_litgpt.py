@@ -80,6 +80,7 @@ def test_litgpt_pretrains_and_resumes(tmp_path: Path) -> None:
     )
     whole, resumed = (torch.load(tmp_path / out / "final" / "lit_model.pth") for out in ("whole", "resumed"))
     group = whole["optimizer"]["param_groups"][0]
-    assert group["mechanic_steps"] == 3 * EPOCH
-    assert group["mechanic_played"] == resumed["optimizer"]["param_groups"][0]["mechanic_played"] > 0
+    tuner = json.loads(group["mechanic_tuner"])["tuner"]
+    assert tuner["steps"] == 3 * EPOCH
+    assert tuner["scale"] == json.loads(resumed["optimizer"]["param_groups"][0]["mechanic_tuner"])["tuner"]["scale"] > 0
     assert all(torch.equal(weight, resumed["model"][name]) for name, weight in whole["model"].items())

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mechanic_plugins import mechanize
-from mechanic_plugins.core import relative
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.muon import MuonWithAdamW
+from mechanic_plugins.rule import default as relative
 
 __all__ = ["METHODS", "USUAL", "Method"]
 
@@ -166,7 +166,7 @@ METHODS: dict[str, Method] = {
     "sweep": Method(base_optimizer, None),
     "mechanic": ablated("", 1.0),
     "mechanic, other lrs": mechanic(1e-6, 1e-3, 10.0),
-    "mechanic but bfloat16 delta": mechanic(delta_dtype=torch.bfloat16),
+    "mechanic but bfloat16 delta": mechanic(kept_dtype=torch.bfloat16),
     "mechanic, rule paper": mechanic(rule="paper"),
     "mechanic_pytorch": Method(_mechanic_pytorch, package="mechanic_pytorch", bases=("adamw", "adam", "sgd", "lion")),
     "prodigy": Method(_prodigy, package="prodigyopt", bases=("adamw",)),

@@ -1,11 +1,32 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
+from kernel_cases import watch_launches
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-collect_ignore_glob = [] if IS_INTERPRETED else ["test_*.py"]
+OWN_TESTS = ("test_kernels.py", "test_moves.py", "test_tuner_kernel.py")
+"""Those that a GPU can run too."""
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if IS_INTERPRETED or collection_path.suffix != ".py":
+        return None
+    return None if torch.cuda.is_available() and collection_path.name in OWN_TESTS else True
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts how often each kernel is launched."""
+    counted: Counter[str] = Counter()
+    watch_launches(monkeypatch, lambda name: counted.update([name]))
+    return counted
 
 
 def _patch_language_once() -> None:

@@ -7,19 +7,23 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BASES, EPS, train
+from kernel_cases import BASES, RULES, TOLD, train, watch_launches
+from kernel_tensors import EPS
 from torch import nn
 
-from mechanic_plugins import mechanize
-from mechanic_plugins.core.param_state import REF
-from mechanic_plugins.kernels import gpu_tuner, triton_batch, triton_fused, triton_passes, triton_tuner
-from mechanic_plugins.passes import fused
+from mechanic_plugins import Settings, mechanize
+from mechanic_plugins.kernels import gpu_tuner, triton_batch
+from mechanic_plugins.weights.slots import DELTA, REF
+
+WAYS = [("fused", "adamw"), ("triton", "adamw"), ("triton", "told adamw")]
+MAIN = {"default": REF, "paper": DELTA}
 
 
 class Replaces(torch.optim.SGD):
@@ -31,12 +35,13 @@ class Replaces(torch.optim.SGD):
                 p.data = p.data - group["lr"] * p.grad
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("backend", ["foreach", "triton"])
-def test_a_base_may_put_new_tensors_in_its_parameters_place(backend: Any) -> None:
+def test_a_base_may_put_new_tensors_in_its_parameters_place(backend: Any, rule: str) -> None:
     ends = []
     for kind in (torch.optim.SGD, Replaces):
         p = nn.Parameter(torch.arange(16.0))
-        optimizer = mechanize(kind([p], lr=1.0), backend=backend)
+        optimizer = mechanize(kind([p], lr=1.0), backend=backend, **RULES[rule])
         for _ in range(10):
             p.grad = p.detach() - 3
             optimizer.step()
@@ -45,29 +50,32 @@ def test_a_base_may_put_new_tensors_in_its_parameters_place(backend: Any) -> Non
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
 
 
-class Breaks(torch.optim.SGD):
-    failing = False
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        if self.failing:
-            raise RuntimeError("out of memory")
-
-
-def test_an_error_inside_the_base_leaves_tuner_and_references() -> None:
-    params = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(8, 4))]
-    base = Breaks(params, lr=0.1)
-    optimizer = mechanize(base, backend="triton")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("told", [False, True])
+def test_an_error_inside_the_base_changes_nothing_of_mechanics(told: bool, rule: str) -> None:
+    params = [
+        nn.Parameter(torch.randn(3, 5)),
+        nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)),
+    ]
+    base = torch.optim.SGD(params, lr=0.1, fused=told or None)
+    optimizer = mechanize(base, backend="triton", **RULES[rule])
+    plain = base.step
     for _ in range(4):
         for p in params:
             p.grad = p.detach() - 1
         optimizer.step()
-    before = copy.deepcopy(([optimizer.state[p][REF] for p in params], optimizer.tuner))
-    base.failing = True
+    kept = [p.detach() for p in params] if rule == "paper" else []  # else the base has moved them where they stand
+    kept += [optimizer.state[p][MAIN[rule]] for p in params]
+    before = copy.deepcopy((kept, optimizer.tuner))
+
+    def step(*given: Any) -> None:
+        plain(*given)
+        raise RuntimeError("out of memory")
+
+    base.step = step  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step()
-    after = [optimizer.state[p][REF] for p in params], optimizer.tuner
-    for a, b in zip(before, after, strict=True):
+    for a, b in zip(before, (kept, optimizer.tuner), strict=True):
         assert all(map(torch.equal, a, b))
 
 
@@ -79,14 +87,15 @@ def swap_memory(optimizer: torch.optim.Optimizer) -> None:
             old.fill_(7.0)
 
 
-@pytest.mark.parametrize("backend", ["fused", "triton"])
-def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) -> None:
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("backend", "base"), WAYS)
+def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any, base: str, rule: str) -> None:
     """Gradients move or change dtype, state is loaded, swapped or dropped, and a parameter joins."""
     ends = []
     for way in ("foreach", backend):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(5))]
-        optimizer = mechanize(BASES["adamw"](params), backend=way)
+        optimizer = mechanize((BASES | TOLD)[base](params), backend=way, **RULES[rule])
         saved: Any = None
         for step in range(17):
             for p in params[: 2 + (step > 9)]:
@@ -109,9 +118,10 @@ def test_the_launches_take_notice_of_what_changes_between_steps(backend: Any) ->
 
 def test_no_gradient_is_kept_alive() -> None:
     """The next forward pass needs their memory."""
-    for backend in ("foreach", "triton", "fused"):
+    backends: Any = ("foreach", "triton", "fused")
+    for backend, rule in itertools.product(backends, RULES):
         p = nn.Parameter(torch.randn(16))
-        optimizer = mechanize(torch.optim.AdamW([p]), backend=backend)
+        optimizer = mechanize(torch.optim.AdamW([p], fused=True), backend=backend, **RULES[rule])
         for _ in range(3):
             p.grad = torch.ones(16)
             held = weakref.ref(p.grad)
@@ -120,40 +130,43 @@ def test_no_gradient_is_kept_alive() -> None:
             assert held() is None
 
 
-@pytest.mark.parametrize("backend", ["fused", "triton"])
-def test_a_step_that_is_not_finite_touches_nothing(backend: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("backend", "base"), WAYS)
+def test_a_step_that_is_not_finite_touches_nothing(backend: Any, base: str, rule: str) -> None:
     params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
-    optimizer = mechanize(torch.optim.AdamW(params, lr=1e-2), backend=backend)
+    optimizer = mechanize((BASES | TOLD)[base](params), backend=backend, **RULES[rule])
     for step in range(4):
         for p in params:
             p.grad = torch.ones_like(p)
         if step == 3:
             before = copy.deepcopy((params, optimizer.state_dict()["state"]))
             params[1].grad[2] = float("nan")  # type: ignore[index]
-            with pytest.warns(UserWarning, match="not finite"):
-                optimizer.step()
-        else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy's, and that the step was skipped
             optimizer.step()
+            skipped = optimizer.metrics()["mechanic/skipped_steps"]
+    assert skipped == 1
     after = optimizer.state_dict()["state"]
     for p, q in zip(before[0], params, strict=True):
         assert torch.equal(p, q)
     for key, entries in before[1].items():
         for name, value in entries.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[key][name])), name
-    assert optimizer.metrics()["mechanic/skipped_steps"] == 1
 
 
-def test_forced_fused_says_why_it_cannot() -> None:
-    optimizer = mechanize(torch.optim.RMSprop([p := nn.Parameter(torch.ones(3))]), backend="fused")
+@pytest.mark.parametrize("rule", RULES)
+def test_forced_fused_says_why_it_cannot(rule: str) -> None:
+    optimizer = mechanize(torch.optim.RMSprop([p := nn.Parameter(torch.ones(3))]), backend="fused", **RULES[rule])
     p.grad = torch.ones(3)
     with pytest.raises(ValueError, match="backend='fused' cannot step RMSprop"):
         optimizer.step()
 
 
-def test_state_of_another_shape_is_refused() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_state_of_another_shape_is_refused(rule: str) -> None:
     """A kernel would otherwise write past the end of the moments."""
     p = nn.Parameter(torch.ones(6))
-    optimizer = mechanize(torch.optim.AdamW([p]), backend="fused")
+    optimizer = mechanize(torch.optim.AdamW([p]), backend="fused", **RULES[rule])
     for size in (6, 6, 9):
         p.data = torch.ones(size)
         p.grad = torch.ones(size)
@@ -163,23 +176,25 @@ def test_state_of_another_shape_is_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("backend", "base", "how"),
     [
+        ("triton", "told adamw", "in place"),
         ("fused", "adamw", "in place"),
         ("fused", "lion", "checkpoint"),
         ("triton", "adamw", "checkpoint"),
         ("triton", "lion", "in place"),
     ],
 )
-def test_weights_may_change_their_memory_format(backend: Any, base: str, how: str) -> None:
+def test_weights_may_change_their_memory_format(backend: Any, base: str, how: str, rule: str) -> None:
     """The kernels used to read delta and moments in the old order beside weights in the new one."""
     ends = []
     for way in ("foreach", backend):
         torch.manual_seed(0)
         p = nn.Parameter(torch.randn(4, 3, 2, 2))
         target = torch.randn(4, 3, 2, 2)
-        optimizer = mechanize(BASES[base]([p]), backend=way)
+        optimizer = mechanize((BASES | TOLD)[base]([p]), backend=way, **RULES[rule])
         for memory_format in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
             moved = p.detach().clone(memory_format=memory_format)
             if how == "in place":
@@ -187,7 +202,7 @@ def test_weights_may_change_their_memory_format(backend: Any, base: str, how: st
             else:
                 saved = copy.deepcopy(optimizer.state_dict())
                 p = nn.Parameter(moved)
-                optimizer = mechanize(BASES[base]([p]), backend=way)
+                optimizer = mechanize((BASES | TOLD)[base]([p]), backend=way, **RULES[rule])
                 optimizer.load_state_dict(saved)
             for step in range(4):
                 p.grad = (p.detach() - target - 0.5 * math.cos(step)).clone(memory_format=memory_format)
@@ -196,10 +211,11 @@ def test_weights_may_change_their_memory_format(backend: Any, base: str, how: st
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["fused", "triton"])
-def test_nothing_moves_at_an_lr_of_zero_and_frozen_parameters_never(backend: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("backend", "base"), WAYS)
+def test_nothing_moves_at_an_lr_of_zero_and_frozen_parameters_never(backend: Any, base: str, rule: str) -> None:
     params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
-    optimizer = mechanize(torch.optim.AdamW(params, lr=0.1), backend=backend)
+    optimizer = mechanize((BASES | TOLD)[base](params), backend=backend, **RULES[rule])
     seen = []
     for step in range(12):
         params[0].requires_grad_(step < 4)
@@ -214,19 +230,11 @@ def test_nothing_moves_at_an_lr_of_zero_and_frozen_parameters_never(backend: str
     assert all(a != b for a, b in itertools.pairwise(moving[1:]))
 
 
-class Launched:
-    """Wraps a kernel and calls `check` at every launch."""
-
-    def __init__(self, kernel: Any, check: Callable[[], None]) -> None:
-        self.kernel, self.check = kernel, check
-
-    def __getitem__(self, grid: Any) -> Any:
-        self.check()
-        return self.kernel[grid]
-
-
-@pytest.mark.parametrize("backend", ["fused", "triton"])
-def test_every_launch_is_made_on_its_tensors_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("backend", "base"), [("fused", "adamw"), ("triton", "told adamw")])
+def test_every_launch_is_made_on_its_tensors_device(
+    backend: Any, base: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton launches on the current GPU, which after `model.to("cuda:1")` is not that of the tensors."""
     current, launches = list[torch.device](), list[torch.device]()
 
@@ -236,39 +244,28 @@ def test_every_launch_is_made_on_its_tensors_device(backend: str, monkeypatch: p
         yield
         current.pop()
 
-    for module in (triton_batch, gpu_tuner, fused):
+    for module in (triton_batch, gpu_tuner):
         monkeypatch.setattr(module, "on", on)
-    for module in (triton_passes, triton_fused, triton_tuner):
-        for name in dir(module):
-            if name.endswith("_kernel"):
-                kernel = Launched(getattr(module, name), lambda: launches.append(current[-1]))
-                monkeypatch.setattr(module, name, kernel)
-    train("adamw", 10, torch.float32, backend=backend)
-    assert len(launches) > 10
+    watch_launches(monkeypatch, lambda name: launches.append(current[-1]))
+    train(base, 6, torch.float32, backend=backend, late=False, **RULES[rule])
+    assert len(launches) > 6
     assert set(launches) == {torch.device("cpu")}
 
 
-@pytest.mark.parametrize("base", ["Adam", "AdamW", "SGD"])
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"scope": "group"}], ids=str)
-def test_a_fused_base_of_torchs_is_told_on_the_device(base: str, options: dict[str, Any]) -> None:
-    """Learning rate, clipping factor and the skip decision are then passed to it as tensors."""
-    ends, more = [], {"momentum": 0.9} if base == "SGD" else {}
-    for backend in ("foreach", "triton"):
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("backend", "base"), WAYS)
+def test_each_group_may_have_its_own_scale(backend: Any, base: str, rule: str) -> None:
+    ends = []
+    settings = replace(RULES[rule].get("settings", Settings()), scope="group")
+    for way in ("foreach", backend):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(16))]
-        groups = [{"params": [p]} for p in params]
-        optimizer = mechanize(
-            getattr(torch.optim, base)(groups, lr=0.1, fused=True, **more), backend=backend, **options
-        )
-        for step in range(12):
-            for p in params:
-                p.grad = p.detach() - 0.5 * math.cos(step)
-            if step == 8:
-                params[0].grad[0, 0] = math.inf  # type: ignore[index]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                optimizer.step()
-        assert any(plan.decides_on_device() for plan in optimizer._planner._plans.values()) == (backend == "triton")
-        assert optimizer.metrics()["mechanic/skipped_steps"] == 1
-        ends.append(torch.cat([p.detach().flatten() for p in params]))
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+        groups = [{"params": [p], "lr": lr} for p, lr in zip(params, (1e-2, 2e-2), strict=True)]
+        optimizer = mechanize((BASES | TOLD)[base](groups), backend=way, settings=settings)
+        for step in range(10):
+            for index, p in enumerate(params):
+                p.grad = (1 + index) * (p.detach() - 0.5 * math.cos(step))
+            optimizer.step()
+        ends.append((torch.cat([p.detach().flatten() for p in params]), optimizer.scales))
+    assert ends[0][1][0] != ends[0][1][1]
+    torch.testing.assert_close(ends[0], ends[1], rtol=2e-5, atol=2e-6, check_dtype=False)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from kernel_cases import RULES
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from mechanic_plugins import mechanize
+from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.lion import Lion
-from mechanic_plugins.passes.fused import FusedPlan
 
 NORM = 1.5
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -22,6 +23,7 @@ BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
     "lion": lambda params: Lion(params, lr=1e-3, weight_decay=0.1),
 }
+SCOPED = {"default": {"scope": "group"}, "paper": {"settings": Settings(rule="paper", s_init=0.1, scope="group")}}
 
 
 def train(base: str, dtype: torch.dtype, *, by_hand: bool, steps: int = 6, **options: Any) -> tuple[list[Any], Any]:
@@ -43,29 +45,33 @@ def train(base: str, dtype: torch.dtype, *, by_hand: bool, steps: int = 6, **opt
     return [p.detach().clone() for p in params], optimizer
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("base", "scope"), [*((base, "all") for base in BASES), ("adamw", "group")])
-def test_fused_equals_a_clip_before_the_step(base: str, scope: Any) -> None:
-    plain, a = train(base, torch.float32, by_hand=True, backend="foreach", scope=scope)
-    fused, b = train(base, torch.float32, by_hand=False, backend="fused", scope=scope)
-    assert any(isinstance(plan, FusedPlan) for plan in b._planner._plans.values())
+def test_fused_equals_a_clip_before_the_step(base: str, scope: str, rule: str, launches: Counter[str]) -> None:
+    options = RULES[rule] if scope == "all" else SCOPED[rule]
+    plain, a = train(base, torch.float32, by_hand=True, backend="foreach", **options)
+    fused, b = train(base, torch.float32, by_hand=False, backend="fused", **options)
+    assert launches["fused_kernel"] > 1
     for x, y in zip(plain, fused, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(a.scales, b.scales, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_any_base_by_kernels_equals_a_clip_before_the_step(dtype: torch.dtype) -> None:
-    plain, a = train("adamw", dtype, by_hand=True, backend="foreach")
-    kernel, b = train("adamw", dtype, by_hand=False, backend="triton")
+def test_any_base_by_kernels_equals_a_clip_before_the_step(dtype: torch.dtype, rule: str) -> None:
+    plain, a = train("adamw", dtype, by_hand=True, backend="foreach", **RULES[rule])
+    kernel, b = train("adamw", dtype, by_hand=False, backend="triton", **RULES[rule])
     tolerance = 1e-12 if dtype is torch.float64 else 2e-2
     for x, y in zip(plain, kernel, strict=True):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(a.scale, b.scale, rtol=tolerance, atol=0)
 
 
-def test_the_fused_pass_leaves_the_gradients_alone() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_the_fused_pass_leaves_the_gradients_alone(rule: str) -> None:
     p = nn.Parameter(torch.randn(16))
-    optimizer = mechanize(torch.optim.AdamW([p]), backend="fused", max_grad_norm=0.1)
+    optimizer = mechanize(torch.optim.AdamW([p]), backend="fused", max_grad_norm=0.1, **RULES[rule])
     for step in range(6):
         p.grad = torch.full_like(p, 3.0)
         optimizer.step()

@@ -2,82 +2,81 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import EPS
+from kernel_tensors import DEVICE, EPS, SHAPES, Tensors, made
 from torch import Tensor
 
-from mechanic_plugins.core.param_state import is_16_bit
-from mechanic_plugins.core.tuner import SUMS
-from mechanic_plugins.kernels.addresses import Kept
 from mechanic_plugins.kernels.triton_batch import TritonBatch
 from mechanic_plugins.kernels.triton_support import kind_of
-
-SHAPES = [(3, 5), (4097,), (0,), (), (17, 33), (2, 3, 4, 5)]
-
-
-class Tensors(NamedTuple):
-    xs: list[Tensor]
-    grads: list[Tensor | None]
-    kept: list[Kept]
+from mechanic_plugins.rule.sums import WIDTH, Sums
 
 
-def made(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int, *, rtype: torch.dtype | None = None) -> Tensors:
-    """Makes tensors: the second has no gradient, and some 16-bit weights differ from their masters."""
-    generator = torch.Generator().manual_seed(seed)
-    found = Tensors([], [], [])
-    for index, shape in enumerate(shapes):
-        x, g, ref = (torch.randn(shape, generator=generator) for _ in range(3))
-        master = x.clone() if is_16_bit(dtype) else None
-        if master is not None and index % 2:
-            master += 1
-        found.xs.append(x.to(dtype))
-        found.grads.append(None if index == 1 else g.to(dtype))
-        found.kept.append(Kept(ref.to(rtype or dtype), master))
-    return found
-
-
-def expected(tensors: Tensors, *, maximize: bool = False) -> Tensor:
-    out = torch.zeros(len(SUMS) + 1, dtype=torch.float64)
-    for x, grad, (ref, master, *_) in zip(*tensors, strict=True):
-        wide = x.double() if master is None else torch.where(x == master.to(x.dtype), master, x.float()).double()
-        d = wide - ref.double()
+def expected(tensors: Tensors, *, summed: bool = False, maximize: bool = False, decay: bool = False) -> Tensor:
+    out = torch.zeros(WIDTH + 1, dtype=torch.float64, device=DEVICE)
+    for x, grad, (kept, master, *_) in zip(*tensors, strict=True):
+        is_exact = master is None or summed
+        wide = x.double() if is_exact else torch.where(x == master.to(x.dtype), master, x.float()).double()
+        d = kept.double() if summed else wide - kept.double()
         g = torch.zeros_like(d) if grad is None else grad.double()
-        products = {"dg": d * g * (-1 if maximize else 1), "gg": g * g, "dd": d * d, "dp": 0.3 * d * wide}
-        for name, product in products.items():
-            out[SUMS.index(name)] += 0.5 * product.sum()
+        sums = Sums(
+            dg=d * g * (-1 if maximize else 1), gg=g * g, xx=wide * wide, dx=d * wide, dd=d * d, dp=0.3 * d * wide
+        )
+        found = torch.stack([product.sum() for product in sums])
+        wanted = [name not in ("xx", "dx") or decay for name in Sums._fields]
+        out[:-1] += 0.5 * found * torch.tensor(wanted, device=DEVICE)
         out[-1] += grad is not None
     return out
 
 
-def summed(tensors: Tensors, *, maximize: bool = False) -> Tensor:
-    batch = TritonBatch(*tensors)
+def summed_up(tensors: Tensors, *, summed: bool = False, **options: Any) -> Tensor:
+    batch = TritonBatch(*tensors, summed=summed)
     assert batch.addresses.refresh(tensors.xs, tensors.grads)
-    out = torch.zeros(2 * len(SUMS) + 1, dtype=torch.float64)
-    batch.add_sums(out, tuner_index=1, weight=0.5, maximize=maximize, penalty=0.3)
-    assert not out[: len(SUMS)].any()
-    return out[len(SUMS) :]
+    out = torch.zeros(2 * WIDTH + 1, dtype=torch.float64, device=DEVICE)
+    batch.add_sums(out, tuner_index=1, weight=0.5, **{"maximize": False, "penalty": 0.3, **options})
+    assert not out[:WIDTH].any()
+    return out[WIDTH:]
+
+
+def assert_alike(plain: Tensor, kernel: Tensor, eps: float) -> None:
+    assert ((plain - kernel).abs() <= 30 * eps * plain.abs().max().clamp(min=1e-30)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("maximize", [False, True])
 def test_sums_equal_torchs(dtype: torch.dtype, maximize: bool) -> None:
     tensors = made(SHAPES, dtype, 0)
-    plain, kernel = expected(tensors, maximize=maximize), summed(tensors, maximize=maximize)
+    plain, kernel = expected(tensors, maximize=maximize), summed_up(tensors, maximize=maximize)
     # the interpreter truncates bf16 where GPUs round, so half of the masters seem to belong to other weights
-    eps = {torch.float64: EPS[torch.float64], torch.bfloat16: EPS[torch.bfloat16]}.get(dtype, EPS[torch.float32])
-    assert ((plain - kernel).abs() <= 30 * eps * plain.abs().max()).all()
+    assert_alike(plain, kernel, EPS[torch.float32] if dtype == torch.float16 else EPS[dtype])
     assert plain[-1] == kernel[-1] == len(SHAPES) - 1
 
 
-def test_a_reference_in_bfloat16() -> None:
-    tensors = made(SHAPES, torch.float32, 1, rtype=torch.bfloat16)
-    plain, kernel = expected(tensors), summed(tensors)
-    assert ((plain - kernel).abs() <= 30 * EPS[torch.float32] * plain.abs().max()).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("decay", [False, True])
+def test_sums_with_delta_equal_torchs(dtype: torch.dtype, decay: bool) -> None:
+    tensors = made(SHAPES, dtype, 2, summed=True)
+    plain, kernel = expected(tensors, summed=True, decay=decay), summed_up(tensors, summed=True, decay=decay)
+    assert_alike(plain, kernel, EPS[torch.float64 if dtype == torch.float64 else torch.float32])
+    assert (plain[Sums._fields.index("xx")] > 0) == decay
+
+
+def test_without_decay_or_penalty_delta_is_summed_without_the_weights() -> None:
+    tensors = made([(64,)], torch.float32, 0, summed=True)
+    plain = expected(tensors, summed=True)[: Sums._fields.index("dp")]
+    tensors.xs[0].fill_(torch.nan)
+    kernel = summed_up(tensors, summed=True, penalty=0.0)
+    assert_alike(plain, kernel[: len(plain)], EPS[torch.float32])
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_what_is_kept_may_be_in_bfloat16(summed: bool) -> None:
+    tensors = made(SHAPES, torch.float32, 1, ktype=torch.bfloat16, summed=summed)
+    assert_alike(expected(tensors, summed=summed), summed_up(tensors, summed=summed), EPS[torch.float32])
 
 
 @given(
@@ -87,8 +86,7 @@ def test_a_reference_in_bfloat16() -> None:
 @settings(max_examples=8, deadline=None)
 def test_sums_over_random_shapes(shapes: list[tuple[int, ...]], seed: int) -> None:
     tensors = made(shapes, torch.float32, seed)
-    plain, kernel = expected(tensors), summed(tensors)
-    assert ((plain - kernel).abs() <= 30 * EPS[torch.float32] * plain.abs().max().clamp(min=1e-30)).all()
+    assert_alike(expected(tensors), summed_up(tensors), EPS[torch.float32])
 
 
 def test_tensors_of_odd_length_are_kept_apart() -> None:

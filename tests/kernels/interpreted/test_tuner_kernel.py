@@ -1,66 +1,138 @@
-"""Compares the tuner's kernel with the tuner in floats."""
+"""Compares the tuner's kernel with the decision in floats."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from kernel_tensors import DEVICE
+from torch import Tensor
 
-from mechanic_plugins.core import tuner
-from mechanic_plugins.core.row import SCALARS, VECTORS
-from mechanic_plugins.core.settings import Settings
-from mechanic_plugins.core.tuner_state import initial_state
 from mechanic_plugins.kernels import gpu_tuner
+from mechanic_plugins.rule.decide import decide, new_tuners
+from mechanic_plugins.rule.default import BEGINNING, DefaultTuner
+from mechanic_plugins.rule.published import PublishedTuner
+from mechanic_plugins.rule.settings import Settings
+from mechanic_plugins.rule.sums import Sums
+from mechanic_plugins.rule.tuner import Tuner
 
-CPU = torch.device("cpu")
-CASES: list[tuple[dict[str, Any], int, float | None]] = [
-    *(({}, tuners, norm) for tuners in (1, 2) for norm in (None, 0.1, 1.3, math.inf)),
-    ({"max_scale": 1e-3}, 2, 0.1),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by NumPy, for what is not finite
+_GG, _DG = Sums._fields.index("gg"), Sums._fields.index("dg")
+RULES = ("paper", "experiments", "optax", "theory")
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by NumPy, for an infinity
-@pytest.mark.parametrize(("options", "tuners", "norm"), CASES, ids=str)
-def test_the_kernel_equals_the_floats(options: dict[str, Any], tuners: int, norm: float | None) -> None:
-    """Two tuners share one norm; some steps are non-finite, without gradients, held or outliers.
+def flat(tuners: list[Tuner]) -> Tensor:
+    return torch.tensor([number for tuner in tuners for number in tuner.numbers()], dtype=torch.float64, device=DEVICE)
 
-    The first four steps run only in floats. In the last four, the weights are far from where they began, at the end
-    without a known path, as after a checkpoint of another rule.
-    """
-    chosen = Settings(**options)
-    state = initial_state(chosen, tuners=tuners, device=CPU)
-    rows, counted = [row.copy() for row in state.rows], [0, 0]
+
+def random_sums(generator: torch.Generator, tuners: int) -> Tensor:
+    sums = torch.randn(tuners, len(Sums._fields), dtype=torch.float64, generator=generator)
+    for name in ("gg", "xx", "dd"):
+        sums[:, Sums._fields.index(name)].abs_()
+    return sums
+
+
+def vectors(tuners: int, steps: int) -> Iterator[list[float]]:
+    """Steps without gradients, with a gradient of 0, and with an infinity or NaN in a sum of the last tuner."""
     generator = torch.Generator().manual_seed(0)
-    for step in range(20):
-        lrs: list[float | torch.Tensor] = [0.1 * min(step + 1, 8, 21 - step) + row for row in range(tuners)]
-        sums = torch.randn(tuners, 6, dtype=torch.float64, generator=generator)
-        sums[:, [1, 2, 4]] = sums[:, [1, 2, 4]].abs()
-        if step == 0:  # what the first step measures
-            sums[:, [0, 4]] = 0
-            sums[:, [3, 5]] = torch.tensor([7.0, 5.0], dtype=torch.float64)
-        sums[:, 4] *= 1e6 if step >= 16 else 1.0
-        sums[0, 1] *= {7: 0.0, 14: 1e12, 15: 1e12}.get(step, 1.0)
-        vector = torch.cat([sums.flatten(), torch.full((1,), float(step != 9), dtype=torch.float64)])
-        vector[1] = {8: math.inf, 10: math.nan}.get(step, vector[1])
+    for step in range(steps):
+        sums = random_sums(generator, tuners)
+        if step == 0:  # nothing has moved
+            sums[:, [Sums._fields.index("dg"), Sums._fields.index("dd")]] = 0
+            sums.abs_()
+        sums[0, _GG] *= {7: 0.0, 14: 1e12, 15: 1e12, 21: 1e30}.get(step, 1.0)
+        sums[:, Sums._fields.index("dd")] *= 1e6 if step > 17 else 1.0
+        sums[-1, _DG] += {8: math.inf, 10: math.nan, 9: math.nan}.get(step, 0.0)
+        yield [*sums.flatten().tolist(), float(step not in (9, 12))]
+
+
+def compare(
+    tuners: list[Tuner], settings: Settings, norm: float | None, *, steps: int = 24, begins: int = 0
+) -> tuple[list[Tuner], int]:
+    """Returns the tuners in the end, and the number of steps that both made alike."""
+    kind, by_kernel, alike = type(tuners[0]), flat(tuners), 0
+    for step, vector in enumerate(vectors(len(tuners), steps)):
+        lrs = [0.1 * min(step, 8, steps - step) + index for index in range(len(tuners))]
         shared: dict[str, Any] = {"hold": step == 13, "max_grad_norm": norm}
-        if step == 18:
-            for row in rows:
-                row.path = -1.0
-            state = state.with_rows([row.copy() for row in rows], state.counts)
-        outcome = tuner.decide(rows, vector.tolist(), [float(lr) for lr in lrs], chosen, **shared)
-        counted = [counted[0] + outcome.applied, counted[1] + outcome.skipped]
-        by_floats = state.with_rows([row.copy() for row in rows], (float(counted[0]), float(counted[1])))
-        if step < 4:
-            state = by_floats
+        decision = decide(tuners, vector, lrs, settings, **shared)
+        if min(tuner.gradients for tuner in tuners) < begins:
+            tuners = decision.tuners
+            by_kernel = flat(tuners)
             continue
-        state, scales = gpu_tuner.launch(state, vector, settings=chosen, lrs=lrs, **shared)
-        expected = [[after, outcome.applied, outcome.clip] for after in outcome.afters]
-        torch.testing.assert_close(scales, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=0)
-        assert list(state.counts) == counted
-        for name in (*VECTORS, *SCALARS):
-            a, b = by_floats.column(name), state.column(name)
-            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-300, msg=f"{name} in step {step}")
-    assert (counted[1] > 2) == (norm in (None, math.inf))
-    assert state.played.min() > 0
+        before = by_kernel.clone()
+        sums = torch.tensor(vector, dtype=torch.float64, device=DEVICE)
+        by_kernel, table = gpu_tuner.launch(by_kernel, sums, kind=kind, settings=settings, lrs=lrs, **shared)
+        assert alike or torch.equal(before, flat(tuners))
+        rows = zip(decision.new_scales, decision.old_scales, decision.tuners, strict=True)
+        expected = [[new, decision.is_made, decision.clip, old, tuner.steps] for new, old, tuner in rows]
+        torch.testing.assert_close(table.cpu(), torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=0)
+        tuners, alike = decision.tuners, alike + 1
+        width = kind.width(settings.n)
+        for index, tuner in enumerate(tuners):
+            found = kind.of(by_kernel[index * width : (index + 1) * width].tolist(), settings.n)
+            for name in (*kind.floats(), *kind.lists()):
+                a, b = getattr(found, name), getattr(tuner, name)
+                assert a == pytest.approx(b, rel=1e-10, abs=1e-300), f"{name} of tuner {index} in step {step}"
+    return tuners, alike
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("norm", [None, 0.1, 1.3, math.inf])
+def test_the_default_rule(count: int, norm: float | None) -> None:
+    settings = Settings()
+    tuners, alike = compare(new_tuners(settings, count), settings, norm, begins=BEGINNING)
+    assert alike > 15
+    assert min(tuner.scale for tuner in tuners) > 0
+    assert tuners[0].skipped == (5 if norm in (None, math.inf) else 2)  # outliers, unless clipped
+
+
+def test_the_default_rule_under_a_cap() -> None:
+    ends = [compare(new_tuners(Settings(), 1), Settings(max_scale=cap), 0.1, begins=BEGINNING) for cap in (None, 1e-7)]
+    (free, _), (capped, _) = ends
+    assert 0 < capped[0].sum_scale_lr < free[0].sum_scale_lr
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3])
+@pytest.mark.parametrize("path", [0.0, 2.0])
+@pytest.mark.parametrize("length", [0.0, 0.5])
+def test_the_default_rule_from_odd_states(scale: float, path: float, length: float) -> None:
+    """Without a scale or a path yet, as after a long warm-up from 0 or a restart."""
+    tuner = DefaultTuner(scale=scale, path=path, length=length, size=1.0, trained=100.0, gradients=5.0, top_lr=0.05)
+    tuner.sum_lr = 0.05 if scale > 0 else 0.0
+    compare([tuner], Settings(), None, steps=8)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("options", "count", "norm"),
+    [({}, 1, None), ({}, 2, 0.7), ({"max_scale": 1e-3}, 2, math.inf), ({"s_decay": 0.0, "betas": (0.9,)}, 1, None)],
+    ids=str,
+)
+def test_the_published_rules(rule: Any, options: dict[str, Any], count: int, norm: float | None) -> None:
+    settings = Settings(rule=rule, s_init=1e-2, **options)
+    tuners = new_tuners(settings, count)
+    for index, tuner in enumerate(tuners):
+        tuner.unit = tuner.top_lr = 0.1 + 2 * index
+        tuner.scale = sum(tuner.s) if isinstance(tuner, PublishedTuner) else 0.0
+    tuners, alike = compare(tuners, settings, norm)
+    assert alike == 24
+    assert max(tuner.scale for tuner in tuners) > 0
+    assert tuners[0].skipped == 2
+    assert not options.get("max_scale") or max(tuner.scale for tuner in tuners) <= 1e-3 * (1 + 1e-12)
+
+
+def test_learning_rates_may_lie_on_the_device() -> None:
+    settings = Settings(rule="paper", scope="group")
+    tuners = new_tuners(settings, 2)
+    for tuner in tuners:
+        tuner.unit = 0.1
+    sums = torch.cat([random_sums(torch.Generator().manual_seed(1), 2).flatten(), torch.ones(1)]).to(DEVICE)
+    shared: dict[str, Any] = {"kind": PublishedTuner, "settings": settings, "hold": False, "max_grad_norm": None}
+    lrs = torch.tensor([0.1, 0.2], dtype=torch.float64, device=DEVICE)
+    ways = (lrs, [0.1, 0.2], [0.1, lrs[1:]])
+    found = [gpu_tuner.launch(flat(tuners), sums, lrs=way, **shared)[0] for way in ways]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

@@ -1,1 +1,0 @@
-"""Saving and loading the tuner through state dicts, and converting checkpoints to plain ones."""

@@ -1,0 +1,43 @@
+"""The move of the published rules, x = x_ref + S * Delta: the scale also multiplies past updates.
+
+Made from where the weights are, x + S_old * u + (S_new - S_old) * Delta, a small move that is rounded only once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mechanic_plugins.kernels.dither import dithered
+
+__all__ = ["move_dithered", "move_plain", "move_rounded"]
+
+
+def move_plain(
+    olds: list[Tensor], updates: list[Tensor], deltas: list[Tensor], old_scale: float, new_scale: float
+) -> None:
+    """Adds the updates to the deltas. Turns each update, which is the weights' own memory, into the new weights."""
+    torch._foreach_add_(deltas, updates)
+    torch._foreach_mul_(updates, old_scale)
+    torch._foreach_add_(updates, deltas, alpha=new_scale - old_scale)
+    torch._foreach_add_(updates, olds)
+
+
+def move_dithered(
+    old: Tensor, update: Tensor, delta: Tensor, old_scale: float, new_scale: float, *, place: int, step: int
+) -> None:
+    """The same where delta is bfloat16: it is rounded at random, so that small updates count on average."""
+    wide = delta.to(update.dtype).add_(update)
+    delta.copy_(dithered(wide, place=place, step=step))
+    update.mul_(old_scale).add_(wide, alpha=new_scale - old_scale).add_(old)
+
+
+def move_rounded(
+    x: Tensor, old: Tensor, update: Tensor, delta: Tensor, ref: Tensor, old_scale: float, new_scale: float
+) -> None:
+    """The same for 16-bit weights, the rounding of ref + S * Delta. If they were changed from outside, so is ref."""
+    was, now = (torch.tensor(scale, dtype=torch.float32, device=x.device) for scale in (old_scale, new_scale))
+    expected = torch.addcmul(ref.float(), delta, was).to(x.dtype)
+    ref.copy_(torch.where(old == expected, ref.float(), old.float() - was * delta))
+    delta.add_(update.float())
+    x.copy_(torch.addcmul(ref.float(), delta, now))
