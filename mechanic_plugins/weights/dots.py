@@ -37,6 +37,7 @@ class Dots:
         grads: Sequence[Any],
         *,
         is_difference: bool = True,
+        with_dd: bool = True,
         with_dx: bool = False,
         with_xx: bool = False,
         wide: torch.dtype = torch.float32,
@@ -60,7 +61,9 @@ class Dots:
                 found = [(1, g, g)]
                 if d:
                     d0 = x - d[0] if is_difference else d[0].to(wide)
-                    found += [(0, d0, g), (2, d0, d0)]
+                    found += [(0, d0, g)]
+                    if with_dd:
+                        found += [(2, d0, d0)]
                     if with_dx:
                         found += [(3, d0, x)]
                 if with_xx:
@@ -73,7 +76,7 @@ class Dots:
             sums[place] += number
         if all(map(math.isfinite, sums)) or wide == torch.float64:
             return sums
-        how = {"is_difference": is_difference, "with_dx": with_dx, "with_xx": with_xx}
+        how = {"is_difference": is_difference, "with_dd": with_dd, "with_dx": with_dx, "with_xx": with_xx}
         return self.of(xs, kept, grads, **how, wide=torch.float64)
 
 

@@ -40,6 +40,7 @@ class HostBatch(Batch):
         if slots.is_default and is_16_bit(self.params[0].dtype):
             masters = [base.state.get(p, {}).get(MASTER) for p in self.params]
             self.masters = masters if all(master is not None for master in masters) else None
+        self._needs_dd = slots.is_default
         self._kernels: TritonBatch | None = None
         self._places: list[int] = []
         self._dots = Dots([local(p).numel() * (1 + self.is_complex) for p in self.params], self.device)
@@ -72,7 +73,7 @@ class HostBatch(Batch):
             xs, kept, grads = reals(xs), kept and reals(kept), reals(grads)
         with_dx = with_decay or self.penalty != 0
         dg, gg, dd, dx, xx = self._dots.of(
-            xs, kept, grads, is_difference=not is_summed, with_dx=with_dx, with_xx=with_decay
+            xs, kept, grads, is_difference=not is_summed, with_dd=self._needs_dd, with_dx=with_dx, with_xx=with_decay
         )
         weight, at = self.weight, WIDTH * self.tuner_index
         out[at + _DG] += self.sign * weight * dg

@@ -178,6 +178,10 @@ class HostPlan(Plan):
                 warn_of_own_iterates(self.base, [entry.param for entry in moved], olds)
             if xs:  # each update takes the place of the weights that it is read off
                 torch._foreach_sub_(xs, olds)
+            if self._is_plain and not self.slots.is_default and entries is self.entries and not decision.old_scales[1:]:
+                scales = decision.old_scales[0], float(decision.new_scales[0])
+                move_plain(olds, xs, self._kept, *scales, shrink=1 / stretch)
+                return result
             if xs and stretch != 1:
                 torch._foreach_mul_(xs, 1 / stretch)
             for x in itertools.compress(xs, lost):
@@ -222,9 +226,6 @@ class HostPlan(Plan):
         self, moved: Sequence[Entry], updates: list[Tensor], olds: list[Tensor], decision: Decision
     ) -> None:
         """Published rules: x_ref + S * Delta."""
-        if self._is_plain and moved is self.entries and len(decision.new_scales) == 1:
-            move_plain(olds, updates, self._kept, decision.old_scales[0], float(decision.new_scales[0]))
-            return
         for entry in moved:
             self.slots.begin(entry.param, self.base.state[entry.param], has_master=False)
         place = 0
