@@ -79,7 +79,8 @@ class Readings:
         """The learned learning rate of each group. Synchronises with the device.
 
         The peak of the schedule times the mean scale: the fixed peak that would have moved the run as far. This is the
-        number to give to a plain optimizer. 0 if nothing has been learned yet.
+        number to give to a plain optimizer; by a published rule, which rescales past updates, a plain optimizer at it
+        makes another run. 0 if nothing has been learned yet.
         """
         lrs: list[float] = self.learned.tolist()
         return lrs

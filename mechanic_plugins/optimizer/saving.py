@@ -182,7 +182,7 @@ def _check_kind(found: Sequence[Mapping[str, Any]], settings: Settings, wanted: 
     if isinstance(lists, list) and len(lists) != settings.n:
         raise ValueError(
             f"the checkpoint was saved with {len(lists)} betas, this optimizer has {settings.n}: "
-            "pass the same betas in settings=Settings(...)."
+            "pass the same betas, as the option tuner_betas."
         )
 
 
@@ -227,10 +227,11 @@ def _notice(theirs: Mapping[str, Any], settings: Settings) -> str | None:
     if not changed:
         return None
     listed = ", ".join(f"{name} was {value!r} and is {ours[name]!r}" for name, value in changed.items())
-    as_call = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    options = {"betas": "tuner_betas", "eps": "tuner_eps"}
+    as_options = ", ".join(f"{options.get(name, name)}={value!r}" for name, value in changed.items())
     return (
         f"the checkpoint was saved with different settings: {listed}. This optimizer's settings apply from now on. To "
-        f"continue as before, pass settings=Settings({as_call})."
+        f"continue as before, pass the options {as_options}."
     )
 
 

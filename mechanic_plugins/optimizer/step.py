@@ -74,7 +74,11 @@ def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MechanicOptimizer(Wrapper):
-    """The optimizer that `mechanize` returns. Build it with `mechanize`."""
+    """The optimizer that `mechanize` returns. Build it with `mechanize`.
+
+    By default the scale is learned by this package's own rule, the relative rule, which has no regret bound;
+    rule="paper" is Algorithm 1 of "Mechanic: A Learning Rate Tuner".
+    """
 
     @_disable_dynamo  # torch.compile leaves the step alone: its passes, or the base's, are compiled already
     @hooked

@@ -45,7 +45,7 @@ class Settings:
     """The tuner's constants. Those of the published rules are stated for a base learning rate of 1.
 
     Args:
-        rule: "relative" is the default; "paper", "experiments", "optax" and "theory" are the published ones.
+        rule: "relative" is this package's own; "paper", "experiments", "optax" and "theory" are the published ones.
         scope: "all" learns one scale, "group" one per param group.
         max_scale: Upper bound on the scale.
         betas: Memory lengths of a published rule's learners.

@@ -18,6 +18,8 @@ from torch import nn
 from mechanic_plugins import MechanicOptimizer, mechanize
 from mechanic_plugins.rule.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 ROWS = {row.name: row for row in OPTIMIZERS}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -28,6 +28,7 @@ from mechanic_plugins.rule.decide import new_tuners
 sys.path.append(str(Path(__file__).parent / "data"))
 import record_format as golden
 
+pytestmark = pytest.mark.slow  # many small damages
 NAN, INF = math.nan, math.inf
 KEY = "mechanic_tuner"
 MISSING = object()

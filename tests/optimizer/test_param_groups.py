@@ -10,6 +10,8 @@ from problems import backward, differences, everything, filled, perceptron, trai
 
 from mechanic_plugins import Settings, mechanize
 
+pytestmark = pytest.mark.slow
+
 ADAMW = torch.optim.AdamW
 
 

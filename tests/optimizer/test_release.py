@@ -16,6 +16,8 @@ from mechanic_plugins import MechanicOptimizer, demechanize, mechanize
 from mechanic_plugins.distributed.sharding import shares_of
 from mechanic_plugins.lion import Lion
 
+pytestmark = pytest.mark.slow
+
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),

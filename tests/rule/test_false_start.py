@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from mechanic_plugins import MechanicOptimizer, mechanize
 
+pytestmark = pytest.mark.slow
+
 
 class FillsItsStateWhenBuilt(torch.optim.Optimizer):
     """AdaGrad in the style of old code, with a counter beside the parameters' state."""
