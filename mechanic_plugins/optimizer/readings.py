@@ -100,8 +100,8 @@ class Readings:
         """The learned factor of each param group."""
         scales = self._learned.column("scale", self._device)
         if len(scales) == 1:
-            return scales.expand(len(self.param_groups))
-        return scales[[self._tuner_of(group) for group in self.param_groups]]
+            return scales.clone().expand(len(self.param_groups))  # a captured step would overwrite them
+        return torch.stack([scales[self._tuner_of(group)] for group in self.param_groups])
 
     @property
     def effective_lrs(self) -> list[float]:
