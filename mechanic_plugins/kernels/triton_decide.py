@@ -18,6 +18,7 @@ from mechanic_plugins.kernels.triton_default import (
 )
 from mechanic_plugins.kernels.triton_published import published_observe
 from mechanic_plugins.kernels.triton_tuner import (
+    _FULL_STEPS,
     _GG,
     _SCALE,
     _SKIPPED,
@@ -86,6 +87,8 @@ def tuner_kernel(
     row = _with(row, lane, _STEPS, steps, made)
     row = _with(row, lane, _SUM_SCALE_LR, tl.load(old + _SUM_SCALE_LR) + scale * lr, made)
     row = _with(row, lane, _SUM_LR, tl.load(old + _SUM_LR) + lr, made & (scale > 0))
+    full = tl.load(old + _FULL_STEPS) + tl.where(top_lr > 0, lr / tl.where(top_lr > 0, top_lr, 1.0), 0.0)
+    row = _with(row, lane, _FULL_STEPS, full, made & (scale > 0))
     row = _with(row, lane, _SKIPPED, tl.load(old + _SKIPPED) + 1.0, has_gradients & (is_sound == 0))
     tl.store(new + lane, row, lane < FLOATS)
     table += program * _SCALES

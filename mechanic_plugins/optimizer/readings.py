@@ -66,8 +66,8 @@ class Readings:
     def learned(self) -> Tensor:
         """`learned_lrs` as a tensor, without waiting for the device."""
         learned, groups = self._learned, self.param_groups
-        far, time, top = (learned.column(name, self._device) for name in ("sum_scale_lr", "sum_lr", "top_lr"))
-        peaks = torch.where(time > 0, far / time.clamp(min=1e-300) * top, 0.0)
+        far, steps = (learned.column(name, self._device) for name in ("sum_scale_lr", "full_steps"))
+        peaks = torch.where(steps > 0, far / steps.clamp(min=1e-300), 0.0)
         owners = [self._tuner_of(group) for group in groups]
         first = [learned.first_lrs.get(index, 0.0) for index in range(len(groups))]
         largest = [max(lr for lr, o in zip(first, owners, strict=True) if o == owner) for owner in owners]
@@ -78,9 +78,9 @@ class Readings:
     def learned_lrs(self) -> list[float]:
         """The learned learning rate of each group. Synchronises with the device.
 
-        The peak of the schedule times the mean scale: the fixed peak that would have moved the run as far. This is the
-        number to give to a plain optimizer; by a published rule, which rescales past updates, a plain optimizer at it
-        makes another run. 0 if nothing has been learned yet.
+        The mean rate in force over the mean place in the schedule: the fixed peak that would have gone as far. It is
+        the number to give to a plain optimizer; by a published rule, which rescales past updates, a plain optimizer at
+        it makes another run. 0 if nothing has been learned yet.
         """
         lrs: list[float] = self.learned.tolist()
         return lrs

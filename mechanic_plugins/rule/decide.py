@@ -106,7 +106,9 @@ def decide(
             tuner.extend_path(old_scale, lr)
         tuner.steps += 1
         tuner.sum_scale_lr += tuner.scale * lr
-        tuner.sum_lr += lr if tuner.scale > 0 else 0.0
+        if tuner.scale > 0:
+            tuner.sum_lr += lr
+            tuner.full_steps += lr / tuner.top_lr if tuner.top_lr > 0 else 0.0
     return Decision(new, True, clip, scales, [tuner.scale for tuner in new])
 
 

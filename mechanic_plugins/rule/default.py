@@ -114,7 +114,7 @@ class DefaultTuner(Tuner):
             return False
         self.length = min(math.sqrt(dd / self.path), OUTLIER**2 * self.length)
         self.z_sum = self.z_squares = self.z_count = 0.0
-        self.path = self.sum_scale_lr = self.sum_lr = 0.0
+        self.path = self.sum_scale_lr = self.sum_lr = self.full_steps = 0.0
         return True
 
 

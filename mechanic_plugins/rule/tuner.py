@@ -34,6 +34,8 @@ class Tuner:
     sum_scale_lr: float = 0.0
     sum_lr: float = 0.0
     """The sums of scale * lr and of lr. Their ratio is the mean scale."""
+    full_steps: float = 0.0
+    """The sum of lr / top_lr: the steps at a scale, a step at half the highest lr counting as half of one."""
     steps: float = 0.0
     skipped: float = 0.0
     """How many steps were made, and skipped because of their gradients. All tuners of an optimizer agree."""

@@ -22,20 +22,11 @@ def move_plain(
     *,
     shrink: float = 1.0,
 ) -> None:
-    """Adds shrink * updates to the deltas, and writes the new weights over the updates, which are in their memory.
-
-    By one interpolation between update and delta, in fewer operations than two multiples take.
-    """
+    """Adds shrink * updates to the deltas, and writes the new weights over the updates, which are in their memory."""
     torch._foreach_add_(deltas, updates, alpha=shrink)
-    of_update, of_delta = old_scale * shrink, new_scale - old_scale
-    total = of_update + of_delta
-    if total != 0:
-        torch._foreach_lerp_(updates, deltas, of_delta / total)
-        torch._foreach_add_(olds, updates, alpha=total)
-    elif of_delta != 0:
-        torch._foreach_sub_(updates, deltas)
-        torch._foreach_add_(olds, updates, alpha=of_update)
-    torch._foreach_copy_(updates, olds)
+    torch._foreach_mul_(updates, shrink * old_scale)
+    torch._foreach_add_(updates, deltas, alpha=new_scale - old_scale)
+    torch._foreach_add_(updates, olds)
 
 
 def move_dithered(

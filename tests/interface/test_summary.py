@@ -237,3 +237,19 @@ def test_recording_a_group_that_comes_later() -> None:
     run.opt.step()
     run.history.record(run.opt)
     assert len(run.history.lrs()[-1]) == len(run.opt.param_groups)
+
+
+@pytest.mark.parametrize("rule", [None, "paper"])
+def test_a_rate_raised_by_hand_does_not_change_what_was_learned(rule: Any) -> None:
+    """The default rule lowers its scale by the same factor, and the mean scale was multiplied by the new peak."""
+    model = perceptron()
+    opt = mechanize(torch.optim.AdamW(model.parameters(), lr=1e-3), rule=rule)
+    train(model, opt, 40)
+    before = opt.learned_lr
+    opt.param_groups[0]["lr"] = 1e-2
+    rates = []
+    for step in range(4):
+        train(model, opt, 1, first=40 + step)
+        rates.append(opt.effective_lrs[0])
+    mean = (40 * before + sum(rates)) / 44
+    assert opt.learned_lr == pytest.approx(mean, rel=0.1)

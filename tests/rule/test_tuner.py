@@ -31,7 +31,7 @@ STEPS: list[tuple[float, ...]] = [
     (-0.5, 1.0, 8.0, -1.5, 6.0, 0.0),
 ]
 """The sign of dg changes, as on a real problem."""
-COUNTED = {"steps", "skipped", "top_lr", "longest", "path", "sum_scale_lr", "sum_lr"}
+COUNTED = {"steps", "skipped", "top_lr", "longest", "path", "sum_scale_lr", "sum_lr", "full_steps"}
 """What a step changes while the scale is held."""
 
 
