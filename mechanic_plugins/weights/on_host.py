@@ -70,9 +70,9 @@ class HostPlan(Plan):
         self._uses_masters = keeps and masters.are_usable(base, self.params)
         self._is_sharded = any(map(is_dtensor, self.params))
         self._bytes = sum(map(_bytes_of, self.params))
-        kept = [(p.dtype, self._kept[index]) for index, p in enumerate(self.params)]
-        self._is_plain = not self._is_sharded and all(each is not None and each.dtype == dtype for dtype, each in kept)
-        """Whether everything that is kept has the weights' own dtype, and is on this rank."""
+        kept = [each is not None and each.dtype == p.dtype for p, each in zip(self.params, self._kept, strict=True)]
+        self._is_plain = bool(kept) and all(kept) and not self._is_sharded
+        """Whether there are weights, everything that is kept has their dtype, and all of it is on this rank."""
         if self._uses_masters and slots.is_default:
             low = [batch for batch in self.batches if is_16_bit(batch.params[0].dtype)]
             self.is_complete = self.is_complete and all(batch.masters is not None for batch in low)

@@ -16,7 +16,9 @@ import pytest
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks" / "quality"
+pytestmark = pytest.mark.xdist_group("test_quality_benchmark")
+
+FOLDER = Path(__file__).parents[1] / "quality"
 ONE_OF_EACH_FAMILY = {
     "convex": "iris, sgd",
     "MLPs": "digits, adamw, MLP",

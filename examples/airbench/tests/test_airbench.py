@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "examples" / "airbench"
+pytestmark = pytest.mark.xdist_group("test_airbench")
+
+FOLDER = Path(__file__).parents[1]
 
 STAND_IN = """
 import torch

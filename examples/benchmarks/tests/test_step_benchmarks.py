@@ -16,7 +16,9 @@ import torch
 
 from mechanic_plugins import MechanicOptimizer
 
-FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
+pytestmark = pytest.mark.xdist_group("test_step_benchmarks")
+
+FOLDER = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 NAMES = ["base alone", "mechanic", "mechanic, paper"]
 
