@@ -10,6 +10,9 @@ All that is kept of past moves is the weights' displacement D = x - x_ref. For t
     z     = -<D, g>, including the penalty's gradient in g if the base adds one
     rho   = sum(p * z) / sqrt(sum(p * z^2) * 40); these sums fade by 1 - p / 40 per step
     S     = PRIOR * size * N^(3/8) / (highest lr * U) * exp(3 * rho)
+
+In a step whose lr is higher than any before it or announced, the highest lr is taken to be what 40 more such rises lead
+to, and at least twice this lr.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ class Rule:
         self.longest = 0.0  # the longest gradient; reset by a false start, like the rest
         self.S = 0.0
         self.h = 0.0  # z per unit of S
-        self.highest_lr = 0.0
+        self.seen_lr = 0.0  # the highest so far or announced
+        self.highest_lr = 0.0  # the same, but where lr rises what it will rise to
         self.gradients = 0
         self.size = self.gone = 0.0
         self.touched = 0
@@ -108,7 +112,10 @@ class Default(Around):
         self.begin()
         for part, norm in zip(self.parts, norms, strict=True):
             lr, held = self.lr_of(part.indices), self.is_held()
-            part.highest_lr = max(part.highest_lr, lr)
+            part.highest_lr = max(part.seen_lr, lr)
+            if lr > part.seen_lr > 0:
+                part.highest_lr = max(2 * lr, lr + 40 * (lr - part.seen_lr))
+            part.seen_lr = max(part.seen_lr, lr)
             was = part.S
             if not held:
                 self.tune(part, grads, g, norm, lr)
@@ -123,7 +130,7 @@ class Default(Around):
             for group in self.base.param_groups:
                 if set(self.indices_of(group)) & set(part.indices):
                     announced = (group.get(key) or 0.0 for key in ("lr", "initial_lr", "max_lr"))
-                    part.highest_lr = max(part.highest_lr, *map(float, announced))
+                    part.seen_lr = max(part.seen_lr, *map(float, announced))
 
     def is_held(self) -> bool:
         return all(float(group["lr"]) == 0 for group in self.base.param_groups)

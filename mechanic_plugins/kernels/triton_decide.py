@@ -31,9 +31,10 @@ from mechanic_plugins.kernels.triton_tuner import (
 )
 from mechanic_plugins.rule.decide import CLIP_EPS
 from mechanic_plugins.rule.settings import Rule
+from mechanic_plugins.rule.tuner import AHEAD
 
 _RELATIVE = tl.constexpr(get_args(Rule).index("relative"))
-_CLIP_EPS = tl.constexpr(CLIP_EPS)
+_CLIP_EPS, _AHEAD = map(tl.constexpr, (CLIP_EPS, AHEAD))
 _MAX_SCALE, _MAX_GRAD_NORM = map(tl.constexpr, (0, 1))
 """Places in `mechanic_plugins.kernels.gpu_tuner.constants_on`."""
 _SCALES = tl.constexpr(5)
@@ -69,11 +70,14 @@ def tuner_kernel(
     lane = tl.arange(0, LANES)
     row = tl.load(old + lane, lane < FLOATS, 0.0)
     lr, old_scale = tl.load(lrs + program), tl.load(old + _SCALE)
-    top_lr = tl.maximum(tl.load(old + _TOP_LR), lr)
+    top_lr = tl.load(old + _TOP_LR)
+    ahead = lr + tl.maximum(lr, (lr - top_lr) * _AHEAD)
+    whole_lr = tl.where((lr > top_lr) & (top_lr > 0), ahead, tl.maximum(lr, top_lr))
+    top_lr = tl.maximum(top_lr, lr)
     if RULE == _RELATIVE:
         norm = tl.sqrt(clip * clip * tl.where(is_finite, tl.load(sums + _GG), 0.0))
         row = default_longest(row, lane, old, norm, has_gradients & is_finite)
-        row, scale = default_observe(row, lane, old, sums, clip, lr, top_lr, moves)
+        row, scale = default_observe(row, lane, old, sums, clip, lr, whole_lr, moves)
         if CAPPED:
             scale = tl.minimum(scale, tl.load(constants + _MAX_SCALE))
     else:
@@ -87,7 +91,7 @@ def tuner_kernel(
     row = _with(row, lane, _STEPS, steps, made)
     row = _with(row, lane, _SUM_SCALE_LR, tl.load(old + _SUM_SCALE_LR) + scale * lr, made)
     row = _with(row, lane, _SUM_LR, tl.load(old + _SUM_LR) + lr, made & (scale > 0))
-    full = tl.load(old + _FULL_STEPS) + tl.where(top_lr > 0, lr / tl.where(top_lr > 0, top_lr, 1.0), 0.0)
+    full = tl.load(old + _FULL_STEPS) + tl.where(whole_lr > 0, lr / tl.where(whole_lr > 0, whole_lr, 1.0), 0.0)
     row = _with(row, lane, _FULL_STEPS, full, made & (scale > 0))
     row = _with(row, lane, _SKIPPED, tl.load(old + _SKIPPED) + 1.0, has_gradients & (is_sound == 0))
     tl.store(new + lane, row, lane < FLOATS)

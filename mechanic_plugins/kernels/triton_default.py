@@ -34,19 +34,19 @@ _SIZE, _TRAINED, _LENGTH, _PATH, _Z_SUM, _Z_SQUARES, _Z_COUNT = (
 
 
 @triton.jit
-def default_observe(row, lane, old, sums, clip, lr, top_lr, moves):
+def default_observe(row, lane, old, sums, clip, lr, whole_lr, moves):
     """`DefaultTuner.observe`: returns the row and the next scale."""
     scale, path, dd = tl.load(old + _SCALE), tl.load(old + _PATH), tl.load(sums + _DD)
     has_scale, has_path = scale > 0, path > 0
     slope = clip * tl.load(sums + _DG) + tl.load(sums + _DP)
     counts = moves & (clip * clip * tl.load(sums + _GG) > 0)
-    weight = lr / tl.where(top_lr > 0, top_lr, 1.0)
+    weight = lr / tl.where(whole_lr > 0, whole_lr, 1.0)
     row = _with(row, lane, _SIGNAL, slope / tl.where(has_scale, scale, 1.0), moves)
     row, rho = _weigh_evidence(row, lane, old, -slope, tl.where(has_scale, weight, 0.0), counts)
-    length = _update_length(old, dd, weight, top_lr)
+    length = _update_length(old, dd, weight, whole_lr)
     row = _with(row, lane, _LENGTH, length, counts)
     row = _with(row, lane, _GRADIENTS, tl.load(old + _GRADIENTS) + 1.0, counts)
-    trained, unit = tl.load(old + _TRAINED), top_lr * length
+    trained, unit = tl.load(old + _TRAINED), whole_lr * length
     moved = tl.where(has_scale & has_path, tl.sqrt(dd / tl.where(trained > 0, trained, 1.0)), 0.0)
     size = tl.maximum(tl.load(old + _SIZE), moved / _FAR)
     prior = size * _PRIOR * tl.exp(tl.log(trained) * _POWER) / tl.where(unit > 0, unit, 1.0)
@@ -70,12 +70,12 @@ def _weigh_evidence(row, lane, old, z, weight, counts):
 
 
 @triton.jit
-def _update_length(old, dd, weight, top_lr):
+def _update_length(old, dd, weight, whole_lr):
     """U: averaged over the run, or measured while there is no scale."""
     length, path = tl.load(old + _LENGTH), tl.load(old + _PATH)
     has_scale, has_path = tl.load(old + _SCALE) > 0, path > 0
     path = tl.where(has_path, path, 1.0)
-    steps_so_far = tl.load(old + _SUM_LR) / tl.where(top_lr > 0, top_lr, 1.0)
+    steps_so_far = tl.load(old + _SUM_LR) / tl.where(whole_lr > 0, whole_lr, 1.0)
     steps = steps_so_far + weight
     square = (steps_so_far * (length * length) + weight * dd / path) / tl.where(steps > 0, steps, 1.0)
     measured = tl.sqrt(dd / path) * _START

@@ -97,9 +97,10 @@ def decide(
             tuner.skipped += 1
         return Decision(new, False, 1.0, scales, scales)
     for tuner, sums, lr, old_scale in zip(new, parts, lrs, scales, strict=True):
+        whole_lr = tuner.whole_lr(lr)
         tuner.top_lr = max(tuner.top_lr, lr)
         if not hold:
-            tuner.scale = tuner.observe(sums, lr, settings)
+            tuner.scale = tuner.observe(sums, lr, whole_lr, settings)
             if settings.max_scale is not None and tuner.scale > settings.max_scale:
                 tuner.limit(settings.max_scale)
         if isinstance(tuner, DefaultTuner):
@@ -108,7 +109,7 @@ def decide(
         tuner.sum_scale_lr += tuner.scale * lr
         if tuner.scale > 0:
             tuner.sum_lr += lr
-            tuner.full_steps += lr / tuner.top_lr if tuner.top_lr > 0 else 0.0
+            tuner.full_steps += lr / whole_lr if whole_lr > 0 else 0.0
     return Decision(new, True, clip, scales, [tuner.scale for tuner in new])
 
 

@@ -13,7 +13,8 @@ favourable) or less far (z < 0, adverse). In full:
 The norm of all weights grows like the square root of N, a good step more slowly: the larger the network, the smaller
 the fraction of it that one step may change. The sums of z are moving sums over the last `WINDOW` steps; early on they
 hold fewer, and count for less. A step is weighted by its learning rate relative to the highest one. Where the scale is
-below the run's mean, its evidence is also weighted by that ratio: steps that hardly move say little.
+below the run's mean, its evidence is also weighted by that ratio: steps that hardly move say little. While the lr rises
+to new heights, in a warm-up that a loop sets by hand, the highest one is taken to lie as far again above it.
 
 The cube roots tell how large a typical weight is; a root mean square would be that of an embedding or of the norms'
 gains, a geometric mean that of filters that died. A weight above 1, such as an output bias, counts as 1. If all start
@@ -70,7 +71,7 @@ class DefaultTuner(Tuner):
     z_count: float = 0.0
     """The moving sums of z, of z^2 and of the steps."""
 
-    def observe(self, sums: Sums, lr: float, settings: Settings) -> float:
+    def observe(self, sums: Sums, lr: float, whole_lr: float, settings: Settings) -> float:
         """Takes in one step's sums and returns the next scale."""
         slope = sums.dg + sums.dp
         self.signal = slope / (self.scale or 1.0)
@@ -81,7 +82,7 @@ class DefaultTuner(Tuner):
         if self.gradients == 0:  # nothing has moved yet: these sums are sizes
             self.size, self.signal = _typical_size(sums.sizes()), 0.0
         elif self.scale > 0:
-            z, weight, steps_so_far = -slope, lr / self.top_lr, self.sum_lr / self.top_lr
+            z, weight, steps_so_far = -slope, lr / whole_lr, self.sum_lr / whole_lr
             share = min(1.0, self.scale * self.sum_lr / self.sum_scale_lr) if self.sum_scale_lr > 0 else 1.0
             evidence = weight * share
             decay = 1 - evidence / WINDOW
@@ -94,10 +95,10 @@ class DefaultTuner(Tuner):
         elif self.path > 0:
             self.length = START * math.sqrt(sums.dd / self.path)
         self.gradients += 1
-        if self.length == 0 or self.top_lr == 0:
+        if self.length == 0 or whole_lr == 0:
             return self.scale
         moved = math.sqrt(sums.dd / self.trained) if self.scale > 0 and self.path > 0 else 0.0
-        prior: float = PRIOR * max(self.size, moved / FAR) * self.trained**POWER / (self.top_lr * self.length)
+        prior: float = PRIOR * max(self.size, moved / FAR) * self.trained**POWER / (whole_lr * self.length)
         energy = self.z_squares * WINDOW
         rho = self.z_sum / math.sqrt(energy) if energy > 0 else 0.0
         return prior * math.exp(GAIN * rho)

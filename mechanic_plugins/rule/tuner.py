@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from mechanic_plugins.rule.settings import Settings
     from mechanic_plugins.rule.sums import Sums
 
-__all__ = ["Tuner"]
+__all__ = ["AHEAD", "Tuner"]
+
+AHEAD = 40.0
+"""A learning rate that rises is taken to go on rising for this many steps, or as many again as it has risen for."""
 
 
 @dataclass
@@ -35,14 +38,24 @@ class Tuner:
     sum_lr: float = 0.0
     """The sums of scale * lr and of lr. Their ratio is the mean scale."""
     full_steps: float = 0.0
-    """The sum of lr / top_lr: the steps at a scale, a step at half the highest lr counting as half of one."""
+    """The steps at a scale, as the sum of lr / whole_lr(lr): at half the highest lr, a step counts as half of one."""
     steps: float = 0.0
     skipped: float = 0.0
     """How many steps were made, and skipped because of their gradients. All tuners of an optimizer agree."""
 
-    def observe(self, sums: Sums, lr: float, settings: Settings) -> float:
+    def observe(self, sums: Sums, lr: float, whole_lr: float, settings: Settings) -> float:
         """Takes in one step's sums and returns the next scale. `lr` is the base's own in this step."""
         raise NotImplementedError
+
+    def whole_lr(self, lr: float) -> float:
+        """The lr of a whole step: the peak, of which a step at `lr` is a part.
+
+        That is the highest lr so far, or announced. In a warm-up that a loop sets by hand, each lr is the highest so
+        far: the peak is then taken to lie as far again above it, and at least `AHEAD` such rises.
+        """
+        if not lr > self.top_lr > 0:
+            return max(lr, self.top_lr)
+        return lr + max(lr, AHEAD * (lr - self.top_lr))
 
     def limit(self, scale: float) -> None:
         """Lowers the next scale to this one."""
