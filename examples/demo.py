@@ -1,9 +1,9 @@
-"""A first training run: Mechanic against a sweep of fixed learning rates, on the digits that ship with scikit-learn.
+"""A first training run: both rules against a sweep of fixed learning rates, on the digits that come with scikit-learn.
 
     python examples/demo.py
 
 All runs share the model, the initial weights, the batches and the schedule. The sweep is given its learning rates;
-Mechanic finds its own.
+Mechanic finds its own, by its default rule and by the paper's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mechanic_plugins import MechanicOptimizer, mechanize
 
-__all__ = ["BASES", "Run", "best_of", "compare", "main", "picture"]
+__all__ = ["BASES", "RULES", "Run", "best_of", "compare", "learn", "main", "picture"]
 
 BASES: dict[str, Callable[..., Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -40,8 +40,12 @@ HALF_DECADES = tuple(float(f"{10 ** (k / 2):.0e}") for k in range(-10, 1))
 FORMATS = (".png", ".pdf", ".svg")
 BATCH_SIZE = 128
 WARM_UP = 0.05
-COLOR = "crimson"
-HEAD = f"{'':10}{'lr':>10}{'train loss':>13}{'test loss':>12}{'test accuracy':>16}"
+RULES: dict[str, dict[str, Any]] = {
+    "default rule": {"rule": "relative", "color": "crimson", "marker": "*", "size": 15},
+    "paper's rule": {"rule": "paper", "color": "royalblue", "marker": "D", "size": 8},
+}
+"""Mechanic's rules, and how they are drawn."""
+HEAD = f"{'':14}{'lr':>10}{'train loss':>13}{'test loss':>12}{'test accuracy':>16}"
 
 
 # -------------------------------------------------------------------- training
@@ -66,7 +70,7 @@ class Run:
     def row(self, name: str) -> str:
         """A line of the table."""
         losses = f"{self.final_loss:>13.3f}{self.test_loss:>12.3f}"
-        return f"{name:10}{self.lr:>10.1e}{losses}{self.test_accuracy:>16.1%}"
+        return f"{name:14}{self.lr:>10.1e}{losses}{self.test_accuracy:>16.1%}"
 
 
 def digits(*, seed: int) -> tuple[Tensor, Tensor]:
@@ -119,20 +123,25 @@ def run(build: Callable[[Any], Optimizer], *, steps: int, seed: int) -> Run:
     return Run(lr, losses, lrs, nn.functional.cross_entropy(outputs, right).item(), accuracy)
 
 
-def compare(base: str, *, lrs: Sequence[float], base_lr: float, steps: int, seed: int) -> Iterator[Run]:
-    """Mechanic's run, then one per fixed learning rate.
+def learn(rule: str, base: str, *, base_lr: float, steps: int, seed: int) -> Run:
+    """Mechanic's run.
 
     Args:
+        rule: "relative" or "paper".
         base: A key of `BASES`.
-        lrs: The sweep.
-        base_lr: The learning rate of Mechanic's base; it should not matter.
+        base_lr: The learning rate of the base; it should not matter.
         steps: Batches per run.
         seed: For the split, the initial weights, the batches and the dropout.
     """
-    build = BASES[base]
-    yield run(lambda params: mechanize(build(params, lr=base_lr)), steps=steps, seed=seed)
+    return run(lambda params: mechanize(BASES[base](params, lr=base_lr), rule=rule), steps=steps, seed=seed)
+
+
+def compare(base: str, *, lrs: Sequence[float], base_lr: float, steps: int, seed: int) -> Iterator[tuple[str, Run]]:
+    """Mechanic's runs by their rules' names, then one per fixed learning rate."""
+    for name, look in RULES.items():
+        yield name, learn(look["rule"], base, base_lr=base_lr, steps=steps, seed=seed)
     for lr in lrs:
-        yield run(partial(build, lr=lr), steps=steps, seed=seed)
+        yield "fixed", run(partial(BASES[base], lr=lr), steps=steps, seed=seed)
 
 
 # -------------------------------------------------------------------- the results
@@ -143,20 +152,23 @@ def best_of(sweep: Iterable[Run]) -> Run:
     return min(sweep, key=lambda run: run.final_loss if math.isfinite(run.final_loss) else math.inf)
 
 
-def picture(mechanic: Run, *, sweep: Sequence[Run], title: str) -> Figure:
+def picture(learned: Mapping[str, Run], *, sweep: Sequence[Run], title: str) -> Figure:
     """Plots the final loss by learning rate, and the effective learning rate over the steps."""
     figure = Figure(figsize=(7, 3.3), layout="constrained")
     figure.suptitle(title, fontsize=10)
     final, lrs = figure.subplots(1, 2)
     best, losses = best_of(sweep), [run.final_loss for run in sweep]
     final.plot([run.lr for run in sweep], losses, "o-", color="0.6", markersize=4, label=f"{len(sweep)} fixed rates")
-    final.axhline(mechanic.final_loss, color=COLOR, linewidth=1, linestyle=":")
-    final.plot(mechanic.lr, mechanic.final_loss, "*", color=COLOR, markersize=15, zorder=3, label="Mechanic")
-    final.set(title="Training loss at the end", xlabel="peak learning rate", xscale="log", ylim=(0, 3))
     lrs.plot(best.lrs, color="0.2", linestyle="--", label=f"best fixed rate, {best.lr:g}")
-    lrs.plot(mechanic.lrs, color=COLOR, linewidth=2, label="Mechanic")
+    for name, each in learned.items():
+        look = RULES[name]
+        style = {"color": look["color"], "marker": look["marker"], "markersize": look["size"], "linestyle": "none"}
+        final.plot(each.lr, each.final_loss, zorder=3, label=name, **style)
+        lrs.plot(each.lrs, color=look["color"], linewidth=1.5, label=name)
+    final.set(title="Training loss at the end", xlabel="peak learning rate", xscale="log", ylim=(0, 3))
     lrs.set(title="Learning rate in force", xlabel="step", yscale="log")
-    lrs.set_ylim(min(best.lr, mechanic.lr) / 1000, 10 * max(best.lr, mechanic.lr))
+    rates = [best.lr, *(each.lr for each in learned.values())]
+    lrs.set_ylim(min(rates) / 1000, 10 * max(rates))
     for axes, place in ((final, "upper center"), (lrs, "lower center")):
         axes.grid(alpha=0.25)
         axes.legend(loc=place, framealpha=1, edgecolor="none", fontsize=9)
@@ -171,21 +183,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     title = f"{NAMES[args.optimizer]} on scikit-learn's digits, {args.steps} steps"
     print(f"\n{title}\n\n{HEAD}\n{'-' * len(HEAD)}")
-    runs: list[Run] = []
-    for each in compare(args.optimizer, lrs=sorted(args.lrs), base_lr=args.base_lr, steps=args.steps, seed=args.seed):
-        print(each.row("fixed" if runs else "Mechanic"), flush=True)
-        runs.append(each)
-    mechanic, *sweep = runs
+    learned: dict[str, Run] = {}
+    sweep: list[Run] = []
+    options = {"base_lr": args.base_lr, "steps": args.steps, "seed": args.seed}
+    for name, each in compare(args.optimizer, lrs=sorted(args.lrs), **options):
+        print(each.row(name), flush=True)
+        if name in RULES:
+            learned[name] = each
+        else:
+            sweep.append(each)
     best = best_of(sweep)
-    print(f"\n{'Mechanic, one run:':<22}loss {mechanic.final_loss:.3f}, learned {mechanic.lr:.1e}")
-    print(f"{f'best of {len(sweep)} fixed:':<22}loss {best.final_loss:.3f}, given {best.lr:.1e}")
-    picture(mechanic, sweep=sweep, title=title).savefig(args.out, dpi=200)
+    print()
+    for name, each in learned.items():
+        print(f"{f'{name}, one run:':<24}loss {each.final_loss:.3f}, learned {each.lr:.1e}")
+    print(f"{f'best of {len(sweep)} fixed:':<24}loss {best.final_loss:.3f}, given {best.lr:.1e}")
+    picture(learned, sweep=sweep, title=title).savefig(args.out, dpi=200)
     print(f"Picture: {args.out}")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Mechanic against a sweep of fixed learning rates, on scikit-learn's digits.",
+        description="Mechanic's two rules against a sweep of fixed learning rates, on scikit-learn's digits.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--optimizer", choices=sorted(BASES), default="adamw", help="the base optimizer")

@@ -28,7 +28,7 @@ def test_it_ends_in_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("fixed")] == ["1.0e-04", "1.0e-02"]
-    assert sum(line.startswith("Mechanic  ") for line in lines) == 1
+    assert [sum(line.startswith(f"{rule}   ") for line in lines) for rule in demo.RULES] == [1, 1]
     assert [line.split()[-1] for line in lines if line.startswith("best of 2 fixed")] == ["1.0e-02"]
     assert str(out) in printed.out
     assert out.read_bytes().startswith(PNG)
@@ -37,8 +37,7 @@ def test_it_ends_in_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.slow
 @pytest.mark.parametrize("base", demo.BASES)
 def test_mechanic_learns_and_the_base_lr_does_not_matter(base: str) -> None:
-    (tiny,) = demo.compare(base, lrs=[], base_lr=1e-6, steps=200, seed=0)
-    (huge,) = demo.compare(base, lrs=[], base_lr=10.0, steps=200, seed=0)
+    tiny, huge = (demo.learn("relative", base, base_lr=lr, steps=200, seed=0) for lr in (1e-6, 10.0))
     assert tiny.final_loss < 1.2 < tiny.losses[0]
     assert tiny.test_accuracy > 0.8
     assert huge.losses == pytest.approx(tiny.losses, rel=0.05)
@@ -46,8 +45,9 @@ def test_mechanic_learns_and_the_base_lr_does_not_matter(base: str) -> None:
 
 
 def test_all_runs_start_alike_and_follow_one_schedule() -> None:
-    mechanic, low, high = demo.compare("adamw", lrs=[1e-4, 1e-2], base_lr=1.0, steps=20, seed=3)
-    assert mechanic.losses[0] == low.losses[0] == high.losses[0]
+    runs = [each for _, each in demo.compare("adamw", lrs=[1e-4, 1e-2], base_lr=1.0, steps=20, seed=3)]
+    default, paper, low, high = runs
+    assert default.losses[0] == paper.losses[0] == low.losses[0] == high.losses[0]
     assert [100 * lr for lr in low.lrs] == pytest.approx(high.lrs)
     assert (low.lr, high.lr) == (1e-4, 1e-2)
     assert max(high.lrs) == pytest.approx(1e-2)
@@ -60,11 +60,11 @@ def test_a_diverged_run_is_never_the_best() -> None:
 
 def test_table_and_star_show_one_learned_lr_also_beside_diverged_runs(tmp_path: Path) -> None:
     """Table and star used to show 1.6e-2 while the curve peaked at 9.5e-3."""
-    (mechanic,) = demo.compare("adamw", lrs=[], base_lr=1.0, steps=40, seed=0)
+    mechanic = demo.learn("relative", "adamw", base_lr=1.0, steps=40, seed=0)
     assert f"{mechanic.lr:.1e}" in mechanic.row("Mechanic")
     assert min(lr for lr in mechanic.lrs if lr > 0) < mechanic.lr < 2 * max(mechanic.lrs)
     sweep = [a_run(lr=1e-3, loss=math.nan), a_run(lr=1.0, loss=math.inf)]
-    picture = demo.picture(mechanic, sweep=sweep, title="")
+    picture = demo.picture({"default rule": mechanic}, sweep=sweep, title="")
     picture.savefig(tmp_path / "picture.svg")
     (star,) = [line for line in picture.axes[0].get_lines() if line.get_marker() == "*"]
     assert star.get_xdata()[0] == mechanic.lr
