@@ -12,6 +12,9 @@ from mechanic_plugins.kernels.dither import dithered
 
 __all__ = ["move_dithered", "move_plain", "move_rounded"]
 
+_HARDLY = 1e10
+"""How many times as much delta counts as an update, where the update hardly does."""
+
 
 def move_plain(
     olds: list[Tensor],
@@ -22,11 +25,20 @@ def move_plain(
     *,
     shrink: float = 1.0,
 ) -> None:
-    """Adds shrink * updates to the deltas, and writes the new weights over the updates, which are in their memory."""
+    """Adds shrink * updates to the deltas, and writes the new weights over the updates, which are in their memory.
+
+    Both parts of the move are added up first, as multiples of an update, which takes no multiplication of its own:
+    torch's are slow. Where an update does not count, or hardly, they are added one by one.
+    """
     torch._foreach_add_(deltas, updates, alpha=shrink)
-    torch._foreach_mul_(updates, shrink * old_scale)
-    torch._foreach_add_(updates, deltas, alpha=new_scale - old_scale)
-    torch._foreach_add_(updates, olds)
+    of_update, of_delta = shrink * old_scale, new_scale - old_scale
+    if abs(of_delta) < _HARDLY * of_update:
+        torch._foreach_add_(updates, deltas, alpha=of_delta / of_update)
+        torch._foreach_add_(olds, updates, alpha=of_update)
+    else:
+        torch._foreach_add_(olds, updates, alpha=of_update)
+        torch._foreach_add_(olds, deltas, alpha=of_delta)
+    torch._foreach_copy_(updates, olds)
 
 
 def move_dithered(
