@@ -120,7 +120,8 @@ BESIDE = {
     "tuner": [None, 1.0, [], {}, "", MISSING],
     "frozen": [None, 0, 1, "True", [], MISSING],
     "released": [None, 0, 1, "released", [], MISSING],
-    "first_lr": [NAN, INF, -0.1, "0.1", [], True, 10**400, MISSING],
+    "last_lr": [NAN, INF, -0.1, 0.0, None, "0.1", [], True, 10**400, MISSING],
+    "peak_lr": [NAN, INF, -0.1, 0.0, None, "0.1", [], True, 10**400, MISSING],
 }
 
 
@@ -315,7 +316,7 @@ def test_other_settings_are_named_once() -> None:
     for part in ("s_init was 0.001 and is 0.01", "betas was [0.9, 0.99] and is [0.9, 0.95]", "max_scale was None"):
         assert part in message
     assert "eps" not in message
-    assert "settings=Settings(max_scale=None, betas=[0.9, 0.99], s_init=0.001)" in message
+    assert "pass the options max_scale=None, tuner_betas=[0.9, 0.99], s_init=0.001." in message
     twin = trained(**others)
     twin.load_state_dict(opt.state_dict())  # no warning: the last save has the settings in use
 
@@ -324,7 +325,7 @@ def test_a_base_that_loaded_other_settings_says_so_when_it_is_mechanized() -> No
     opt = trained(max_scale=3.0)
     plain = torch.optim.AdamW([{"params": g["params"]} for g in opt.param_groups])
     plain.load_state_dict(opt.state_dict())
-    with pytest.warns(UserWarning, match=r"max_scale was 3.0 and is 2.0.*settings=Settings\(max_scale=3.0\)"):
+    with pytest.warns(UserWarning, match=r"max_scale was 3.0 and is 2.0.*pass the options max_scale=3.0"):
         mechanize(plain, max_scale=2.0)
 
 
