@@ -10,7 +10,6 @@ Everything loads with `torch.load(weights_only=True)`.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -49,6 +48,8 @@ FORMAT = 1
 """Raised when a version writes what earlier ones cannot read."""
 _KEYS = {"format", "settings", "tuners", "tuner", "frozen", "released", "last_lr", "peak_lr"}
 _MAY_BE_NEGATIVE = ("signal", "s", "r", "q", "z_sum")
+_SQUARES = ("v", "path", "z_squares")
+"""The square of any other number has to be finite."""
 _REMEDY = (
     f"Load another checkpoint, or remove the keys that start with {PREFIX!r} from its param groups to let Mechanic "
     "start from scratch."
@@ -204,8 +205,9 @@ def _tuner(index: int, numbers: Mapping[str, Any], blank: Tuner) -> Tuner:
 
 def _number(index: int, name: str, value: Any) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= sys.float_info.max:
-        raise _damaged(index, name, value, "a finite number")
+    limit = 1e300 if name in _SQUARES else 1e150
+    if not is_number or not abs(value) < limit:
+        raise _damaged(index, name, value, f"a finite number below {limit:g}")
     if value < 0 and name not in _MAY_BE_NEGATIVE:
         raise _damaged(index, name, value, "a number >= 0")
     return float(value)
@@ -318,9 +320,10 @@ def check_tensors(state_dict: StateDict, groups: Sequence[Mapping[str, Any]], le
         )
     for i, name, kept in [(i, name, e[name]) for i, e in entries.items() for name in names if name in e]:
         shape = tuple(params[i].shape)
-        if not isinstance(kept, Tensor) or not (kept.is_floating_point() or kept.is_complex()):
+        kind = "complex" if params[i].is_complex() else "floating-point"
+        if not isinstance(kept, Tensor) or not (kept.is_complex() if kind == "complex" else kept.is_floating_point()):
             raise ValueError(
-                f"the checkpoint's {name} of parameter {i} is {str(kept)[:100]!r}, expected a floating-point tensor of "
+                f"the checkpoint's {name} of parameter {i} is {str(kept)[:100]!r}, expected a {kind} tensor of "
                 f"shape {shape}: it is damaged. {_REMEDY}"
             )
         if kept.shape != params[i].shape:
