@@ -49,7 +49,7 @@ plugin = Mechanic(scope="group")
 assert_type(plugin.optimizers, list[MechanicOptimizer])
 scheduler = torch.optim.lr_scheduler.StepLR(opt, 10)
 opt.step()
-opt.lerned_lr  # type: ignore[attr-defined]
+misspelled = opt.lerned_lr  # type: ignore[attr-defined]
 opt.freeze(release=True)
 mechanize(base, scale=1.0)  # type: ignore[call-overload]
 mechanize(3)  # type: ignore[call-overload]
