@@ -124,7 +124,8 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
     if steps >= 10 and moved is not None and moved < _HARDLY:
         found.append(
             f"Mechanic moved the weights by {moved:.2g} of their size in {steps} steps, so hardly anything was "
-            "trained: the gradients were 0, the schedule hardly left 0, or max_scale is too small."
+            "trained: the gradients were 0, the schedule hardly left 0, or max_scale is too small. On a GPU, float32 "
+            "gradients below 1e-22 count as 0, as their squares are: multiply the loss by a constant."
         )
     if skipped > 0.01 * (steps + skipped):
         found.append(

@@ -57,7 +57,6 @@ class Around:
         self.base = base_factory(self.copies)
         self.had_grad = [False for _ in self.x]
         self.skipped = 0
-        self.first_lrs: dict[int, float] = {}
         self.scope = scope
         groups = [self.indices_of(group) for group in self.base.param_groups]
         self.shares = groups if scope == "group" else [[i for indices in groups for i in indices]]
@@ -90,23 +89,6 @@ class Around:
             copy.grad = None if grad is None else grad.to(torch.float64, copy=True)
         self.base.step()
         return [copy - x for copy, x in zip(self.copies, self.x, strict=True)]
-
-    def note_first_lrs(self) -> None:
-        """Notes each group's first learning rate above 0; a late group's counts as no higher than the others'."""
-        ceiling = max(self.first_lrs.values(), default=math.inf)
-        for k, group in enumerate(self.base.param_groups):
-            first = float(group.get("initial_lr", group["lr"]))
-            if k not in self.first_lrs and first > 0:
-                self.first_lrs[k] = min(first, ceiling)
-
-    def lr_of(self, share: list[int]) -> float:
-        """The current lr of these parameters: the highest of their groups, if all have changed by the same factor."""
-        groups = [(k, g) for k, g in enumerate(self.base.param_groups) if set(self.indices_of(g)) & set(share)]
-        highest = max(float(group["lr"]) for _, group in groups)
-        ratios = [float(group["lr"]) / self.first_lrs[k] for k, group in groups if k in self.first_lrs]
-        if not ratios or min(ratios) >= max(ratios) * (1 - 1e-9):
-            return highest
-        return min(ratios) * max(self.first_lrs[k] for k, _ in groups if k in self.first_lrs)
 
 
 class Tuner:

@@ -38,8 +38,8 @@ class Rule:
         self.longest = 0.0  # the longest gradient; reset by a false start, like the rest
         self.S = 0.0
         self.h = 0.0  # z per unit of S
-        self.seen_lr = 0.0  # the highest so far or announced
-        self.highest_lr = 0.0  # the same, but where lr rises what it will rise to
+        self.seen_lr = self.first_top = 0.0  # the highest so far or announced, and as announced in the first step
+        self.highest_lr = 0.0  # like seen_lr, but where lr rises what it will rise to
         self.gradients = 0
         self.size = self.gone = 0.0
         self.touched = 0
@@ -89,6 +89,8 @@ class Default(Around):
         self.waiting = [torch.zeros_like(p) for p in self.x_ref]  # updates not applied
         self.parts = [Rule(share) for share in self.shares]
         self.has_begun = False  # whether a learning rate has been above 0
+        self.last_lrs: dict[int, float] = {}  # each group's, steps left out in which all are 0
+        self.full_lrs: dict[int, float] = {}  # where the schedule stands at 1
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         """Steps from the weights x_t, at which the gradients were taken, to x_{t+1}."""
@@ -108,10 +110,10 @@ class Default(Around):
             return
         self.had_grad = [had or grad is not None for had, grad in zip(self.had_grad, grads, strict=True)]
         u = self.base_update(grads)
-        self.note_first_lrs()
         self.begin()
+        self.note_lrs()
         for part, norm in zip(self.parts, norms, strict=True):
-            lr, held = self.lr_of(part.indices), self.is_held()
+            lr, held = self.lr_of(part), self.is_held()
             part.highest_lr = max(part.seen_lr, lr)
             if lr > part.seen_lr > 0:
                 part.highest_lr = max(2 * lr, lr + 40 * (lr - part.seen_lr))
@@ -130,7 +132,42 @@ class Default(Around):
             for group in self.base.param_groups:
                 if set(self.indices_of(group)) & set(part.indices):
                     announced = (group.get(key) or 0.0 for key in ("lr", "initial_lr", "max_lr"))
-                    part.seen_lr = max(part.seen_lr, *map(float, announced))
+                    part.seen_lr = part.first_top = max(part.seen_lr, *map(float, announced))
+
+    def note_lrs(self) -> None:
+        """Notes each group's lr, and what it would be with the schedule at 1.
+
+        The group that moved least moved with the schedule. Others that moved by another factor were changed by hand; if
+        a scheduler knows them, which may give each group its own curve, only those that jumped by a factor of 3.
+        """
+        groups = [(k, group, float(group["lr"])) for k, group in enumerate(self.base.param_groups)]
+        if all(lr == 0 for _, _, lr in groups):
+            return
+        before = dict(self.last_lrs)
+        known = [(k, group, lr) for k, group, lr in groups if before.get(k, 0.0) > 0]
+        factor = min((lr / before[k] for k, _, lr in known if lr > 0), key=lambda x: abs(math.log(x)), default=1.0)
+        for k, group, lr in known:
+            change, limit = lr / (before[k] * factor), 3.0 if "initial_lr" in group else 1 + 1e-9
+            self.full_lrs[k] *= 1.0 if 1 / limit < change < limit else change
+            self.last_lrs[k] = lr
+        place = min((lr / self.full_lrs[k] for k, _, lr in known if lr > 0), default=None)
+        for k, group, lr in groups:
+            if lr > 0 and before.get(k, 0.0) == 0:
+                announced = max(float(group.get(key) or 0.0) for key in ("lr", "initial_lr", "max_lr"))
+                is_told = place is None or (k not in before and "initial_lr" in group)
+                self.last_lrs[k], self.full_lrs[k] = lr, announced if is_told else lr / place
+
+    def lr_of(self, part: Rule) -> float:
+        """The current lr of these parameters: what the highest would be, had no group been changed by hand."""
+        groups = [(k, g) for k, g in enumerate(self.base.param_groups) if set(self.indices_of(g)) & set(part.indices)]
+        highest = max(float(group["lr"]) for _, group in groups)
+        full = [self.full_lrs[k] for k, group in groups if group["lr"] > 0]
+        if len(groups) == 1 or not full:
+            return highest
+        places = [float(group["lr"]) / self.full_lrs[k] for k, group in groups if group["lr"] > 0]
+        if max(places) - min(places) <= 1e-9 * max(places) and math.isclose(max(full), part.first_top):
+            return highest
+        return min(places) * part.first_top
 
     def is_held(self) -> bool:
         return all(float(group["lr"]) == 0 for group in self.base.param_groups)
@@ -179,7 +216,7 @@ class Default(Around):
         self.waiting = [torch.zeros_like(p) for p in self.x_ref]
         self.had_grad = [False for _ in self.x]
         self.parts = [Rule(part.indices) for part in self.parts]
-        self.has_begun = False
+        self.has_begun, self.last_lrs, self.full_lrs = False, {}, {}
 
     def norm_of(self, part: Rule, g: Tensors) -> float:
         """The norm of the part's gradient."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.rule.decide import new_tuners
+from mechanic_plugins.rule.schedule import Course
 from mechanic_plugins.rule.settings import Settings
 from mechanic_plugins.rule.tuner import Tuner
 
@@ -21,9 +22,8 @@ class Learned:
 
     settings: Settings
     tuners: list[Tuner]
-    """Out of date while `flat` is set: ask `wait_for_tuners`."""
-    first_lrs: dict[int, float] = field(default_factory=dict)
-    """Each param group's first learning rate above 0, by index: where its schedule began."""
+    """Out of date while `flat` is set, but for `top_lr`: ask `wait_for_tuners`."""
+    course: Course = field(default_factory=dict)
     frozen: bool = False
     released: bool = False
     """Frozen for good: nothing of a parameter's shape is kept."""

@@ -66,21 +66,20 @@ class Readings:
     def learned(self) -> Tensor:
         """`learned_lrs` as a tensor, without waiting for the device."""
         learned, groups = self._learned, self.param_groups
-        far, steps = (learned.column(name, self._device) for name in ("sum_scale_lr", "full_steps"))
-        peaks = torch.where(steps > 0, far / steps.clamp(min=1e-300), 0.0)
-        owners = [self._tuner_of(group) for group in groups]
-        first = [learned.first_lrs.get(index, 0.0) for index in range(len(groups))]
-        largest = [max(lr for lr, o in zip(first, owners, strict=True) if o == owner) for owner in owners]
-        shares = [lr / highest if highest > 0 else 1.0 for lr, highest in zip(first, largest, strict=True)]
-        return torch.stack([peaks[owner] * share for owner, share in zip(owners, shares, strict=True)])
+        far, steps, tops = (learned.column(name, self._device) for name in ("sum_scale_lr", "full_steps", "top_lr"))
+        means = torch.where((steps > 0) & (tops > 0), far / steps.clamp(min=1e-300) / tops.clamp(min=1e-300), 0.0)
+        owners, course = [self._tuner_of(group) for group in groups], learned.course
+        peaks = [course.get(index, (0.0, 0.0))[1] if course else tops[owner] for index, owner in enumerate(owners)]
+        return torch.stack([means[owner] * peak for owner, peak in zip(owners, peaks, strict=True)])
 
     @property
     def learned_lrs(self) -> list[float]:
         """The learned learning rate of each group. Synchronises with the device.
 
-        The mean rate in force over the mean place in the schedule: the fixed peak that would have gone as far. It is
-        the number to give to a plain optimizer; by a published rule, which rescales past updates, a plain optimizer at
-        it makes another run. 0 if nothing has been learned yet.
+        The mean rate in force over the mean place in the schedule: the fixed peak that would have gone as far. A group
+        whose lr was changed by hand, or that was added late, has its present share of it. It is the number to give to a
+        plain optimizer; by a published rule, which rescales past updates, a plain optimizer at it makes another run. 0
+        if nothing has been learned yet.
         """
         lrs: list[float] = self.learned.tolist()
         return lrs

@@ -1,7 +1,7 @@
 """What Mechanic writes into a checkpoint, and what it accepts from one.
 
 Every param group gets one entry, `mechanic_tuner`: a JSON string with the settings, the group's tuner, whether it is
-held, and the group's first learning rate. A string passes through torch.save, torch.distributed.checkpoint (flattened
+held, and where the group's schedule stands. A string passes through torch.save, torch.distributed.checkpoint (flattened
 or not), FSDP and DeepSpeed unchanged, and a later version may add to it. Tensors of a parameter's shape (see
 `mechanic_plugins.weights.slots`) are beside the base's moments, so that they are sharded and resharded like them.
 Everything loads with `torch.load(weights_only=True)`.
@@ -10,7 +10,6 @@ Everything loads with `torch.load(weights_only=True)`.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -47,8 +46,10 @@ Groups = Sequence[Mapping[str, Any]]
 KEY = PREFIX + "tuner"
 FORMAT = 1
 """Raised when a version writes what earlier ones cannot read."""
-_KEYS = {"format", "settings", "tuners", "tuner", "frozen", "released", "first_lr"}
+_KEYS = {"format", "settings", "tuners", "tuner", "frozen", "released", "last_lr", "peak_lr"}
 _MAY_BE_NEGATIVE = ("signal", "s", "r", "q", "z_sum")
+_SQUARES = ("v", "path", "z_squares")
+"""The square of any other number has to be finite."""
 _REMEDY = (
     f"Load another checkpoint, or remove the keys that start with {PREFIX!r} from its param groups to let Mechanic "
     "start from scratch."
@@ -68,7 +69,8 @@ def texts(learned: Learned, groups: int) -> list[str]:
             "tuner": vars(tuners[index if len(tuners) > 1 else 0]),
             "frozen": learned.frozen,
             "released": learned.released,
-            "first_lr": learned.first_lrs.get(index),
+            "last_lr": learned.course[index][0] if index in learned.course else None,
+            "peak_lr": learned.course[index][1] if index in learned.course else None,
         }
         entries.append(json.dumps(content))
     return entries
@@ -93,11 +95,12 @@ def read(groups: Groups, settings: Settings) -> tuple[Learned, str | None]:
             raise ValueError(f"the checkpoint's param groups contradict each other in {name}: it is damaged. {_REMEDY}")
     learned = Learned(settings, tuners if settings.scope == "group" else [tuners[latest]])
     learned.frozen, learned.released = found[latest]["frozen"], found[latest]["released"]
-    learned.first_lrs = {
-        index: _number(index, "first_lr", content["first_lr"])
-        for index, content in enumerate(found)
-        if content["first_lr"] is not None
-    }
+    for index, content in enumerate(found):
+        lrs = [_number(index, name, content[name]) for name in ("last_lr", "peak_lr") if content[name] is not None]
+        if len(lrs) == 1 or (lrs and (lrs[0] > 0) != (lrs[1] > 0)):
+            raise _damaged(index, "peak_lr", content["peak_lr"], f"a number that fits last_lr {content['last_lr']}")
+        if lrs:
+            learned.course[index] = lrs[0], lrs[1]
     return learned, _notice(found[0]["settings"], settings)
 
 
@@ -202,8 +205,9 @@ def _tuner(index: int, numbers: Mapping[str, Any], blank: Tuner) -> Tuner:
 
 def _number(index: int, name: str, value: Any) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= sys.float_info.max:
-        raise _damaged(index, name, value, "a finite number")
+    limit = 1e300 if name in _SQUARES else 1e150
+    if not is_number or not abs(value) < limit:
+        raise _damaged(index, name, value, f"a finite number below {limit:g}")
     if value < 0 and name not in _MAY_BE_NEGATIVE:
         raise _damaged(index, name, value, "a number >= 0")
     return float(value)
@@ -316,9 +320,10 @@ def check_tensors(state_dict: StateDict, groups: Sequence[Mapping[str, Any]], le
         )
     for i, name, kept in [(i, name, e[name]) for i, e in entries.items() for name in names if name in e]:
         shape = tuple(params[i].shape)
-        if not isinstance(kept, Tensor) or not (kept.is_floating_point() or kept.is_complex()):
+        kind = "complex" if params[i].is_complex() else "floating-point"
+        if not isinstance(kept, Tensor) or not (kept.is_complex() if kind == "complex" else kept.is_floating_point()):
             raise ValueError(
-                f"the checkpoint's {name} of parameter {i} is {str(kept)[:100]!r}, expected a floating-point tensor of "
+                f"the checkpoint's {name} of parameter {i} is {str(kept)[:100]!r}, expected a {kind} tensor of "
                 f"shape {shape}: it is damaged. {_REMEDY}"
             )
         if kept.shape != params[i].shape:

@@ -38,7 +38,7 @@ from mechanic_plugins.optimizer.refusals import (
 from mechanic_plugins.optimizer.wrapper import IN_USE, Wrapper
 from mechanic_plugins.rule.decide import Decision, clip_factor, decide, new_tuners
 from mechanic_plugins.rule.default import BEGINNING, FAR, OUTLIER, DefaultTuner
-from mechanic_plugins.rule.schedule import begin, has_lr_zero, scheduled_lr
+from mechanic_plugins.rule.schedule import Course, begin, follow, has_lr_zero, scheduled_lr, with_new_top
 from mechanic_plugins.rule.sums import WIDTH, Sums
 from mechanic_plugins.rule.tuner import Tuner
 from mechanic_plugins.weights.host_sums import batches_of_parts, sums_of
@@ -150,7 +150,7 @@ class MechanicOptimizer(Wrapper):
         if tuners[0].unit == 0:
             placed = [(self._tuner_of(group), group) for group in self.base.param_groups]
             tuners = begin(tuners, placed, normalize=settings.normalize_lr)
-        lrs, first_lrs, holds = self._schedule(learned)
+        lrs, course, holds = self._schedule(learned, tuners)
         if lrs is None:
             scales = [tuner.scale for tuner in learned.tuners]
             return Decision(learned.tuners, False, 1.0, scales, scales)
@@ -160,7 +160,7 @@ class MechanicOptimizer(Wrapper):
         if learned.entry is not IN_USE:
             self._mark_in_use()
         if decision.is_made:
-            learned.first_lrs = first_lrs
+            learned.course = course
             return decision
         for tuner, counted in zip(learned.tuners, decision.tuners, strict=True):
             tuner.skipped, tuner.longest = counted.skipped, counted.longest
@@ -182,10 +182,12 @@ class MechanicOptimizer(Wrapper):
 
     def _decide_on_device(self, learned: Learned, sums: Tensor) -> Decision | None:
         """Decides in the GPU's memory, without waiting for it. In a skipped step the kernels write nothing."""
-        lrs, first_lrs, holds = self._schedule(learned)
+        lrs, course, holds = self._schedule(learned, learned.tuners)
         if lrs is None:
             return None
-        learned.first_lrs = first_lrs
+        learned.course = course
+        for tuner, lr in zip(learned.tuners, lrs, strict=True):
+            tuner.top_lr = max(tuner.top_lr, 0.0 if isinstance(lr, Tensor) else lr)
         flat = learned.on_device(sums.device)
         new, table = gpu_tuner.launch(
             flat, sums, kind=type(learned.tuners[0]), settings=self.settings, lrs=lrs, hold=holds,
@@ -198,31 +200,32 @@ class MechanicOptimizer(Wrapper):
             self._mark_in_use()
         return Decision.on_device(learned.tuners, learned.placed(new), table)
 
-    def _schedule(self, learned: Learned) -> tuple[list[float | Tensor] | None, dict[int, float], bool]:
-        """Per tuner, the position of its groups' schedule as a learning rate; each group's first one above 0.
+    def _schedule(self, learned: Learned, tuners: Sequence[Tuner]) -> tuple[list[float | Tensor] | None, Course, bool]:
+        """Per tuner, the position of its groups' schedule as a learning rate; the course of the groups.
 
         No learning rates, after a warning, if one of them is negative or not finite: no step can be made. And whether
         the scale stays as it is: frozen, or at a learning rate of 0, at which nothing must move. Two rules that start
         with a scale above 0 do take such steps, as published: their warm-ups depend on it.
         """
-        groups, first_lrs, count = self.base.param_groups, learned.first_lrs, len(learned.tuners)
+        groups, course, count = self.base.param_groups, learned.course, len(tuners)
         lrs = [group.get("lr") for group in groups]
         learned.last_lrs = lrs
         if Tensor in map(type, lrs):  # which a scheduler changes in place
             learned.last_lrs = [lr.detach().clone() if isinstance(lr, Tensor) else lr for lr in lrs]
         if self._ignores_schedule or lrs.count(None) == len(lrs):
-            return [1.0] * count, first_lrs, learned.frozen
-        if len(groups) == 1 and 0 in first_lrs and type(lrs[0]) is float and 0 < lrs[0] < math.inf:
-            return [lrs[0]], first_lrs, learned.frozen
+            return [1.0] * count, course, learned.frozen
+        if len(groups) == 1 and 0 in course and type(lrs[0]) is float and 0 < lrs[0] < math.inf:
+            return [lrs[0]], {0: (lrs[0], max(lrs[0], course[0][1]))}, learned.frozen
         odd = [(i, lr) for i, lr in enumerate(lrs) if isinstance(lr, float) and not 0 <= lr < math.inf]
         if odd:
             self._warn_of_lr(*odd[0])
-            return None, first_lrs, True
-        first_lrs, placed = dict(first_lrs), [(self._place_of(group), group) for group in groups]
-        ceiling = max(first_lrs.values(), default=math.inf)
+            return None, course, True
+        placed = [(self._place_of(group), group) for group in groups]
+        course = follow(placed, course)
         parts = [[each for each in placed if count == 1 or each[0] == index] for index in range(count)]
         is_held = self.settings.rule not in ("experiments", "optax") and has_lr_zero(groups)
-        return [scheduled_lr(part, first_lrs, ceiling) for part in parts], first_lrs, learned.frozen or is_held
+        positions = [scheduled_lr(part, course, tuner.top_lr) for part, tuner in zip(parts, tuners, strict=True)]
+        return positions, with_new_top(course), learned.frozen or is_held
 
     # ---------------------------------------------------------------- the plan
 
@@ -356,7 +359,7 @@ class MechanicOptimizer(Wrapper):
         self.state.clear()
         self._plans.clear()  # plans hold the state that was cleared
         skipped = learned.tuners[0].skipped
-        learned.tuners = new_tuners(self.settings, len(learned.tuners))
+        learned.tuners, learned.course = new_tuners(self.settings, len(learned.tuners)), {}
         for tuner in learned.tuners:
             tuner.skipped = skipped
         self._mark_in_use()

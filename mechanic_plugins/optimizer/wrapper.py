@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -116,14 +116,16 @@ class Wrapper(Readings, Optimizer):
 
     # ---------------------------------------------------------------- the base's
 
-    param_groups = of_the_base("param_groups")
-    state = of_the_base("state")
-    defaults = of_the_base("defaults")
+    param_groups: list[Group] = of_the_base("param_groups")
+    state: defaultdict[Tensor, Any] = of_the_base("state")
+    defaults: dict[str, Any] = of_the_base("defaults")
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "base" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.base, name)
+    if not TYPE_CHECKING:  # or mypy accepts any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "base" or name.startswith("__"):
+                raise AttributeError(name)
+            return getattr(self.base, name)
 
     @property
     def max_grad_norm(self) -> float | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor
 
 from mechanic_plugins.rule.tuner import Tuner
 
-__all__ = ["begin", "has_lr_zero", "peak_lr", "scheduled_lr"]
+__all__ = ["Course", "begin", "follow", "has_lr_zero", "peak_lr", "scheduled_lr", "with_new_top"]
 
 Group = dict[str, Any]
+Course = dict[int, tuple[float, float]]
+"""By group, for those above 0 at least once: the last lr, schedules at 0 left out, and the lr at the schedule's top.
+Both are 0 while a group is held at 0 and others are not."""
+_JUMP = 3.0
 
 
 def peak_lr(group: Group) -> float:
@@ -35,8 +40,7 @@ def begin(tuners: Sequence[Tuner], placed: Iterable[tuple[int, Group]], *, norma
     if unit == 0:
         return new
     for index, group in placed:
-        announced = [float(group[key]) for key in ("lr", "initial_lr", "max_lr") if group.get(key) is not None]
-        new[index].top_lr = max(new[index].top_lr, *(announced or [1.0]))
+        new[index].top_lr = max(new[index].top_lr, *_announced(group))
     for tuner in new:
         tuner.unit = unit
     return new
@@ -47,41 +51,73 @@ def has_lr_zero(groups: Sequence[Group]) -> bool:
     lrs = [lr for group in groups if (lr := group.get("lr")) is not None]
     if lrs and type(lrs[0]) is float and lrs[0] > 0:
         return False
-    known = all(not isinstance(lr, Tensor) or lr.device.type == "cpu" for lr in lrs)
-    return bool(lrs) and known and all(float(lr) == 0 for lr in lrs)
+    return bool(lrs) and all(map(_is_known, lrs)) and all(float(lr) == 0 for lr in lrs)
 
 
-def scheduled_lr(
-    groups: Iterable[tuple[int, dict[str, Any]]], refs: MutableMapping[int, float], ceiling: float
-) -> float | Tensor:
-    """The highest learning rate, or what it would be if all groups had followed the schedule.
+def follow(placed: Sequence[tuple[int, Group]], course: Course) -> Course:
+    """The course after these learning rates, those in a GPU's memory left out.
 
-    A schedule multiplies all groups alike, so the highest lr represents them. If a single group was raised, by hand or
-    because it was added late, the other groups tell where the schedule is: their scale must not drop because of it.
+    A schedule moves all groups alike. A group that moves otherwise was changed by hand, and has another lr at the top
+    from now on. The group that moved least tells what the schedule did; a group that is 0 alone is held there. Where a
+    scheduler is at work, which may give each group a curve of its own, only a jump counts as made by hand.
+
+    Args:
+        placed: The groups, each with its index.
+        course: That of the step before. Left as it is.
+    """
+    lrs = {i: float(lr) for i, group in placed if (lr := group.get("lr")) is not None and _is_known(lr)}
+    if not any(lrs.values()):
+        return course
+    moves = [lrs[i] / was for i, (was, _) in course.items() if was > 0 and lrs.get(i)]
+    move = min(moves, key=lambda factor: abs(math.log(factor)), default=1.0)
+    new: Course = {}
+    for i, group in placed:
+        was, peak = course.get(i, (0.0, 0.0))
+        if was > 0 and i in lrs:
+            by_hand, tolerance = lrs[i] / (was * move), _JUMP if "initial_lr" in group else 1 + 1e-9
+            new[i] = lrs[i], peak if 1 / tolerance < by_hand < tolerance else peak * by_hand
+    place = min((lr / peak for lr, peak in new.values() if lr > 0), default=None)
+    for i, group in placed:
+        if i not in new and lrs.get(i):
+            is_announced = i not in course and "initial_lr" in group
+            new[i] = lrs[i], max(_announced(group)) if place is None or is_announced else lrs[i] / place
+    return {**course, **new}
+
+
+def with_new_top(course: Course) -> Course:
+    """The course with the current place as its top, if it is above the one so far."""
+    place = min((lr / peak for lr, peak in course.values() if lr > 0), default=0.0)
+    return {i: (lr, peak * place) for i, (lr, peak) in course.items()} if place > 1 else course
+
+
+def scheduled_lr(groups: Sequence[tuple[int, Group]], course: Course, top_lr: float) -> float | Tensor:
+    """The highest learning rate, or what it would be if no single group had been changed by hand or added late.
+
+    The scale of the others must not drop because of it.
 
     Args:
         groups: The groups of one tuner, each with its index.
-        refs: Each group's first learning rate above 0, by index. Updated in place.
-        ceiling: The highest of these in earlier steps; later entries are capped at it.
+        course: What `follow` returned for them.
+        top_lr: The highest of these so far, or announced.
     """
     highest: float | Tensor = 0.0
-    ratios: dict[int, float] = {}
-    for index, group in groups:
-        lr = group.get("lr")
-        if lr is None:
-            continue
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":  # reading it would wait for the device
-            highest = _higher(highest, lr)
-            continue
-        highest = _higher(highest, float(lr))
-        if index not in refs and (first := float(group.get("initial_lr", lr))) > 0:
-            refs[index] = min(first, ceiling)
-        if index in refs:
-            ratios[index] = float(lr) / refs[index]
-    if not ratios or isinstance(highest, Tensor):
+    for lr in [group["lr"] for _, group in groups if group.get("lr") is not None]:
+        highest = _higher(highest, float(lr) if _is_known(lr) else lr)
+    known = [course[i] for i, _ in groups if i in course and course[i][0] > 0]
+    if len(groups) == 1 or not known or isinstance(highest, Tensor) or highest == 0:
         return highest
-    low, high = min(ratios.values()), max(ratios.values())
-    return highest if low >= high * (1 - 1e-9) else low * max(refs[index] for index in ratios)
+    places = [lr / peak for lr, peak in known]
+    is_ordinary = min(places) >= max(places) * (1 - 1e-9) and math.isclose(max(peak for _, peak in known), top_lr)
+    return highest if is_ordinary else min(places) * top_lr
+
+
+def _announced(group: Group) -> list[float]:
+    return [float(group[key]) for key in ("lr", "initial_lr", "max_lr") if group.get(key) is not None] or [1.0]
+
+
+def _is_known(lr: float | Tensor) -> bool:
+    """Whether reading it does not wait for a device."""
+    return not isinstance(lr, Tensor) or lr.device.type == "cpu"
 
 
 def _higher(a: float | Tensor, b: float | Tensor) -> float | Tensor:

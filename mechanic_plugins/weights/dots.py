@@ -19,6 +19,9 @@ _ROW = {"cpu": 1 << 18}
 _ROW_ELSEWHERE = 1 << 24
 """Elements per row. Other devices sum in trees, and launches are expensive there."""
 
+_TINY = 1e-30
+"""Smaller sums of squares are inexact in float32."""
+
 
 class Dots:
     """The inner products of lists of tensors with equal dtypes on one device, in this order: dg, gg, dd, dx, xx.
@@ -44,7 +47,7 @@ class Dots:
     ) -> list[float]:
         """Computes the sums, of products in `wide` or the weights' own float64. Waits for the device.
 
-        Squares of float32 numbers above 1.8e19 overflow, in which case float64 sums again.
+        Squares of float32 numbers above 1.8e19 overflow, and those below 1e-23 are 0. In both cases float64 sums again.
         """
         wide = torch.float64 if xs[0].dtype == torch.float64 else wide
         places: list[int] = []
@@ -74,7 +77,7 @@ class Dots:
         sums = [0.0] * 5
         for place, number in zip(places, torch.stack(dots).tolist() if dots else (), strict=True):
             sums[place] += number
-        if all(map(math.isfinite, sums)) or wide == torch.float64:
+        if (all(map(math.isfinite, sums)) and sums[1] > _TINY) or wide == torch.float64:
             return sums
         how = {"is_difference": is_difference, "with_dd": with_dd, "with_dx": with_dx, "with_xx": with_xx}
         return self.of(xs, kept, grads, **how, wide=torch.float64)

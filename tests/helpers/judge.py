@@ -124,8 +124,8 @@ class DefaultLoop(Loop, Default):
     def late_part(self, indices: list[int]) -> Any:
         return Rule(indices)
 
-    def lr_of(self, share: list[int]) -> float:
-        return 1.0 if self.ignores_lr else super().lr_of(share)
+    def lr_of(self, part: Rule) -> float:
+        return 1.0 if self.ignores_lr else super().lr_of(part)
 
     def tuned_step(self, grads: Sequence[Tensor | None]) -> None:
         Default.step(self, grads)

@@ -55,6 +55,12 @@ def test_squares_that_overflow_float32_are_summed_in_float64() -> None:
     assert Dots([4], CPU).of([x], [torch.zeros(4)], [x])[:3] == pytest.approx([3.6e39] * 3, rel=1e-6)
 
 
+def test_squares_that_are_0_in_float32_are_summed_in_float64() -> None:
+    """A run with such gradients learned nothing, and nothing said so."""
+    g = torch.full((4,), 1e-25)
+    assert Dots([4], CPU).of([g], [torch.ones(4)], [g])[:2] == pytest.approx([-4e-25, 4e-50], rel=1e-6, abs=0)
+
+
 def test_long_sums_keep_their_digits() -> None:
     x = torch.randn(10_000_001, generator=torch.Generator().manual_seed(0))
     (gg,) = Dots([x.numel()], CPU).of([x], None, [x])[1:2]

@@ -93,7 +93,7 @@ def edited(saved: dict[str, Any], index: int, numbers: dict[str, Any] | None = N
 
 MAY_BE_NEGATIVE = {"signal", "s", "r", "q", "z_sum"}
 FIELDS = [(rule, f.name) for rule in RULES[:2] for f in fields(new_tuners(Settings(rule=rule), 1)[0])]
-NO_NUMBERS = [NAN, INF, -INF, None, "1", [], {}, True, 10**400, MISSING]
+NO_NUMBERS = [NAN, INF, -INF, 1e300, None, "1", [], {}, True, 10**400, MISSING]
 
 
 @pytest.mark.parametrize(("rule", "name"), FIELDS)
@@ -120,7 +120,8 @@ BESIDE = {
     "tuner": [None, 1.0, [], {}, "", MISSING],
     "frozen": [None, 0, 1, "True", [], MISSING],
     "released": [None, 0, 1, "released", [], MISSING],
-    "first_lr": [NAN, INF, -0.1, "0.1", [], True, 10**400, MISSING],
+    "last_lr": [NAN, INF, 1e300, -0.1, 0.0, None, "0.1", [], True, 10**400, MISSING],
+    "peak_lr": [NAN, INF, 1e300, -0.1, 0.0, None, "0.1", [], True, 10**400, MISSING],
 }
 
 
@@ -172,6 +173,7 @@ def test_groups_that_contradict_each_other_are_refused(tuner: dict[str, Any], co
 
 # ------------------------------------------------------------------------------------------------ damaged tensors
 
+NOT_FLOATING = (torch.int64, torch.uint8, torch.bool, torch.complex64)
 SLOTS = [
     (rule, dtype, name)
     for rule, dtype, names in (
@@ -196,7 +198,10 @@ def test_a_damaged_tensor_is_refused(rule: Any, dtype: torch.dtype, name: str) -
             (value, "expected a floating-point tensor of shape")
             for value in (None, "", "x", [], {}, 1.0, good.tolist())
         ),
-        *((good.to(kind), "expected a floating-point tensor") for kind in (torch.int64, torch.uint8, torch.bool)),
+        *(
+            (good.to(kind), "expected a floating-point tensor")
+            for kind in (torch.int64, torch.uint8, torch.bool, torch.complex64)
+        ),
         (with_nan, "of parameter 1 is not finite"),
         (with_inf, "of parameter 1 is not finite"),
         (good[:-1], "has shape .* where the parameter has"),

@@ -200,3 +200,17 @@ def test_a_loss_that_comes_near_zero_does_not_destroy_the_run() -> None:
         accuracies.append((model(x[1437:]).argmax(1) == y[1437:]).float().mean().item())
     assert sum(fitted) / 2 < 1e-2
     assert sum(accuracies) / 2 > 0.9
+
+
+def test_the_size_of_the_loss_does_not_matter_to_sgd() -> None:
+    """Gradients whose squares are 0 in float32 used to count as none."""
+    found = []
+    for size in (1.0, 1e-25):
+        x = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(0)))
+        opt = mechanize(torch.optim.SGD([x], lr=0.1))
+        for step in range(40):
+            x.grad = size * (x.detach() - torch.randn(50, generator=torch.Generator().manual_seed(step)))
+            opt.step()
+        found.append((x.detach(), opt.learned_lr * size))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=1e-3)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-3)
