@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
@@ -41,6 +42,9 @@ ONE_OF_EACH_FAMILY = {
     "GPT with LoRA": "GPT with LoRA, adamw, 200 steps",
     "schedules": "digits, adamw, MLP, restarts",
     "kept back": "LSTM, adamw",
+    "ResNet-18, 200 epochs": "ResNet-18, sgd, 200 epochs",
+    "BERT": "BERT, adamw, dropout 0.1",
+    "BERT tuned": "BERT on lines, adamw, dropout 0",
 }
 OTHERS = (
     *("collapse, random labels", "collapse, tied embeddings", "collapse, adam, decay 0.01, cosine", "digits, adamw"),
@@ -89,7 +93,7 @@ def test_every_family_trains(setup: Any, problem: str) -> None:
 def test_one_of_each_family_was_tried(setup: Any) -> None:
     table, families = setup.problems(), module("catalogue").FAMILIES
     assert {table[name].family for name in ONE_OF_EACH_FAMILY.values()} == set(ONE_OF_EACH_FAMILY)
-    assert set(ONE_OF_EACH_FAMILY) == {*families["cpu"], *families["gpu"]} == {p.family for p in table.values()}
+    assert set(ONE_OF_EACH_FAMILY) == set().union(*families.values()) == {p.family for p in table.values()}
 
 
 def test_every_sweep_of_adamw_has_the_learning_rate_of_those_who_do_not_tune(setup: Any) -> None:
@@ -295,3 +299,66 @@ def test_the_schedule_falls_to_nearly_zero() -> None:
     assert factors[0] == pytest.approx(0.2)
     assert 0 < factors[-1] < 1e-3
     assert math.isclose(max(factors), 1.0)
+
+
+def test_the_schedules_of_the_paper() -> None:
+    """Steps of a fifth at 60, 120 and 160 of 200 epochs, and a linear fall after a warm-up of 6%."""
+    training, task = module("training"), module("task")
+    steps = task.Problem("p", "f", "sgd", (), 200, None, schedule="fifths", warmup=0.0)
+    factors = training._factors(steps)
+    assert [at for at in range(1, 200) if factors[at] != factors[at - 1]] == [60, 120, 160]
+    assert factors[::60] == pytest.approx([1.0, 0.2, 0.04, 0.008])
+    linear = training._factors(dataclasses.replace(steps, schedule="linear", warmup=0.06))
+    assert linear.index(max(linear)) in (11, 12)
+    assert linear[106] == pytest.approx(0.5)
+
+
+# ------------------------------------------------------------------------------------------------ the paper's
+
+
+def test_a_seventh_of_the_bytes_is_asked_for() -> None:
+    import torch
+
+    task = module("of_the_paper")._masked(None, "sources", SMALL_BERT, 64, [0], torch.device("cpu"))
+    shown, text, asked = task.batch()
+    assert asked.float().mean() == pytest.approx(0.15, abs=0.03)
+    assert torch.equal(shown[~asked], text[~asked])
+    assert (shown[asked] == 0).float().mean() == pytest.approx(0.8, abs=0.1)
+    assert (text != 0).all()
+
+
+SMALL_BERT = {"length": 32, "width": 16, "layers": 1, "dropout": 0.0}
+
+
+def test_tuning_starts_from_what_was_learned_but_for_the_head() -> None:
+    import torch
+
+    learned = module("models").BERT(256, **SMALL_BERT).state_dict()
+    tune = module("of_the_paper")._tuned
+    (model,) = tune(None, "lines", SMALL_BERT, 8, lambda _: learned, [0], torch.device("cpu")).members
+    own = model.state_dict()
+    assert all(torch.equal(own[key], learned[key]) for key in own if not key.startswith("head."))
+    assert own["head.weight"].shape == (2, 16)
+
+
+def test_each_part_of_the_paper_is_there(setup: Any) -> None:
+    run, table = module("run"), setup.problems().values()
+    chosen = {}
+    for part, words in module("paper").PARTS.items():
+        arguments = run._arguments([*words, "--size", "smoke"])
+        chosen[part] = {p.family for p in table if run._is_chosen(p, arguments.only)}
+        assert {"mechanic", "mechanic, rule paper"} <= set(arguments.methods)
+    assert chosen == {
+        "convex": {"convex"},
+        "trends": {"trends"},
+        "resnet": {"ResNet-18, 200 epochs"},
+        "bert": {"BERT", "BERT tuned"},
+    }
+
+
+@pytest.mark.slow
+def test_a_part_of_the_paper_runs_and_makes_its_table(here: Here, tmp_path: Path) -> None:
+    small = ("--size", "smoke", "--seeds", "1", "--lrs", "0.1", "--only", "convex: iris", "--out", tmp_path / "out")
+    assert "6 jobs to run" in here("paper", "convex", *small)
+    lines = here("paper", "tables", tmp_path / "out").splitlines()
+    assert re.fullmatch(r"\| iris \| 98.3 \| 98.6( \| \d+\.\d at 0.1 \| \d+\.\d \| \d+\.\d){2} \|", lines[2])
