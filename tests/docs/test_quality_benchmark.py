@@ -275,20 +275,83 @@ def test_failures_are_named(run: dict[str, float], said: list[str]) -> None:
     assert report.failed(results) == {("collapse", "sgd"): (len(said), 1)}
 
 
-def test_the_page_of_results_counts_the_failed_runs() -> None:
-    """The number stood only below the records, where it counted limits for runs."""
+RULES = {
+    "default rule": "mechanic",
+    "paper's rule": "mechanic, rule paper",
+    "experiments": "mechanic, rule experiments",
+    "mechanic_pytorch": "mechanic_pytorch",
+    "AdamW at 1e-3": "AdamW at 1e-3, untuned",
+    "Prodigy": "prodigy",
+    "D-Adapt": "d-adaptation",
+    "Schedule-Free": "schedule-free, lr 0.0025",
+    "prodigy-plus": "prodigy-plus",
+    "SF+": "schedule-free+",
+}
+"""The columns of the page of results, by their names in the records."""
+ROWS = {
+    "networks on the H200": ("ResNet-18", "ViT", "diffusion", "GPT", "GPT-2", "VGG", "schedules", "kept back"),
+    "GPT, 1,500 and 5,000 steps": ("GPT",),
+    "logistic regressions": ("convex",),
+    "MLPs on tables": ("MLPs",),
+    "MLPs on small tables, fitted to a loss of 0": ("separable",),
+    "a single pass over digits, at a constant rate": ("streams",),
+    "small GPTs": ("language, 500 steps", "language, 1000 steps"),
+    "small GPTs, 500 steps": ("language, 500 steps",),
+    "small GPTs, 1,000 steps": ("language, 1000 steps",),
+    "digits until nothing is left to learn": ("collapse",),
+}
+"""Families of the rows that are not called like theirs."""
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Any:
     records = (FOLDER / "results" / "quality.jsonl").read_text().splitlines()
-    counts = module("report").failed(module("results").Results(map(json.loads, records))).values()
-    failed, total = (sum(column) for column in zip(*counts, strict=True))
-    text = (
-        (FOLDER.parents[2] / "docs" / "results.md")
-        .read_text()
-        .partition("## How many runs failed")[2]
-        .partition("\n## ")[0]
-    )
-    assert f"{failed} of the {total} runs of the default rule failed" in " ".join(text.split())
-    rows = re.findall(r"^\| [^|]+ \| (\d+) of (\d+) \|$", text, flags=re.MULTILINE)
-    assert [sum(map(int, column)) for column in zip(*rows, strict=True)] == [failed, total]
+    return module("results").Results(map(json.loads, records))
+
+
+def cells(heading: str) -> Iterator[tuple[str, str, str]]:
+    """Row, column and cell of the tables below a heading of the page of results."""
+    page = (FOLDER.parents[2] / "docs" / "results.md").read_text()
+    head: list[str] = []
+    for line in page.partition(f"\n{heading}\n")[2].partition("\n#")[0].splitlines():
+        words = [word.strip() for word in line.strip("|").split("|")]
+        if line.startswith("| | "):
+            head = words
+        elif line.startswith("| "):
+            yield from ((words[0], column, cell) for column, cell in zip(head[1:], words[1:], strict=True))
+
+
+def test_the_page_of_results_counts_the_failed_runs(recorded: Any) -> None:
+    """The number stood only below the records, where it counted limits for runs."""
+    counts = {column: module("report").failed(recorded, method) for column, method in RULES.items()}
+    failed, total = (sum(column) for column in zip(*counts["default rule"].values(), strict=True))
+    page = " ".join((FOLDER.parents[2] / "docs" / "results.md").read_text().split())
+    assert f"{failed} of the {total} runs of the default rule failed" in page
+    runs = 0
+    for row, column, cell in cells("## How many runs failed"):
+        found = [each for (family, _), each in counts[column].items() if family in ROWS.get(row, (row,))]
+        bad, ran = (sum(each[part] for each in found) for part in (0, 1))
+        assert cell == (f"{bad} of {ran}" if ran else ""), (row, column)
+        runs += ran if column == "default rule" else 0
+    assert runs == total
+
+
+@pytest.mark.parametrize(("heading", "base"), [("## Beside other packages", "adamw"), ("### With SGD", "sgd")])
+def test_the_tables_beside_other_packages_are_those_of_the_records(recorded: Any, heading: str, base: str) -> None:
+    results, report = module("results"), module("report")
+    checked = 0
+    for row, column, cell in cells(heading):
+        label, _, count = row.removesuffix(")").partition(" (")
+        for group, problems in recorded.groups().items():
+            if (group.family, group.base) != (ROWS.get(label, (label,))[0], base):
+                continue
+            assert str(len(problems)) == (count or "1"), row
+            scores = [recorded.score(problem, RULES[column], recorded.measure(problem)) for problem in problems]
+            if None not in scores:
+                checked += 1
+                found = report.shown(results.summary(scores, is_error=group.is_error), is_error=group.is_error)
+                assert cell == found, (row, column)
+    assert checked > 15
 
 
 def test_the_schedule_falls_to_nearly_zero() -> None:
@@ -362,3 +425,10 @@ def test_a_part_of_the_paper_runs_and_makes_its_table(here: Here, tmp_path: Path
     assert "6 jobs to run" in here("paper", "convex", *small)
     lines = here("paper", "tables", tmp_path / "out").splitlines()
     assert re.fullmatch(r"\| iris \| 98.3 \| 98.6( \| \d+\.\d at 0.1 \| \d+\.\d \| \d+\.\d){2} \|", lines[2])
+
+
+def test_the_page_of_the_paper_has_the_tables_of_the_records() -> None:
+    printed = module("paper").tables(FOLDER / "results" / "quality.jsonl").split("\n\n")
+    page = (FOLDER.parents[2] / "docs" / "paper.md").read_text()
+    assert len(printed) == 2
+    assert [table for table in printed if table not in page] == []
