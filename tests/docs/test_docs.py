@@ -104,6 +104,7 @@ ELSEWHERE = {
     "deepspeed.md": ["torchrun", "python"],
     "sharding.md": ["torchrun", "torchrun"],
     "results.md": ["python", "python", "python"],
+    "paper.md": ["python", "python", "python", "python"],
     "CONTRIBUTING.md": ["python", "twine"],
     "plot.md": ["python"],
     "programs.md": [

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kept_back import rows_kept_back
+from of_the_paper import rows_of_the_paper
 from pictures import rows_of_pictures
 from tables import rows_of_tables
 from task import Problem, Schedule, Size
@@ -44,6 +45,7 @@ FAMILIES: dict[Size, tuple[str, ...]] = {
         "trends",
         "kept back",
     ),
+    "paper": ("ResNet-18, 200 epochs", "BERT", "BERT tuned"),
 }
 """The families at each size; "smoke" has all of them."""
 WARMUPS: dict[Schedule, float] = {"constant": 0.0, "wsd": 0.05, "one-cycle": 0.3, "restarts": 0.0}
@@ -65,17 +67,21 @@ def problems(size: Size, folder: Path | None, encoder: str | None, cache: Path) 
     """All problems that this size and these data allow.
 
     Args:
-        size: "smoke" is a test of the code, "cpu" takes hours on two cores, "gpu" needs a GPU.
+        size: "smoke" is a test of the code, "cpu" takes hours on two cores, "gpu" needs a GPU, and so do those of
+            the paper's experiments that are "paper".
         folder: Real data sets; without it, scikit-learn's data and Python's own sources.
         encoder: The path of a pretrained encoder in transformers' layout.
         cache: Where to keep the language models that are pretrained and then tuned.
     """
+    if size == "paper":
+        return list(rows_of_the_paper(size, folder, cache))
     rows = [
         *rows_of_tables(size, folder),
         *rows_of_pictures(size, folder),
         *rows_of_texts(size, folder, encoder, cache),
     ]
-    return [*rows, *_under_other_schedules(rows), *rows_kept_back(size, folder)]
+    rows += _under_other_schedules(rows)
+    return [*rows, *rows_kept_back(size, folder), *(rows_of_the_paper(size, folder, cache) if size == "smoke" else ())]
 
 
 def _under_other_schedules(rows: Iterable[Problem]) -> Iterator[Problem]:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from results import Group, Results, summary
+from results import Group, Results, named, summary
 
 __all__ = ["distance_chart", "lr_chart"]
 
 MECHANIC, SWEEP = "crimson", "0.2"
-OTHERS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b")
+OTHERS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.25, "savefig.dpi": 130}
 MOST = {True: 6.0, False: 1.3}
 """Greater distances, in points of error or as a ratio of losses, are drawn at the edge."""
@@ -50,9 +50,14 @@ def _distances(axes: Any, results: Results, groups: Sequence[tuple[Group, list[s
         mine = method == "mechanic"
         found = [(_score(results, group, problems, method), y) for y, (group, problems) in enumerate(groups)]
         xs, ys = [min(x, most) for x, _ in found if x is not None], [y for x, y in found if x is not None]
-        label = "Mechanic" if mine else method
         axes.scatter(
-            xs, ys, s=120 if mine else 30, marker="*" if mine else "o", color=color, label=label, zorder=4 - (not mine)
+            xs,
+            ys,
+            s=120 if mine else 30,
+            marker="*" if mine else "o",
+            color=color,
+            label=named(method),
+            zorder=4 - (not mine),
         )
     axes.axvline(0 if is_error else 1, color=SWEEP, linewidth=1)
     axes.set_yticks(range(len(groups)), [f"{group.family}, {group.base}" for group, _ in groups])
@@ -78,7 +83,7 @@ def lr_chart(results: Results, path: Path) -> None:
         for axes, problem in zip(grid.flat, chosen, strict=False):
             for run in results.of(problem, "mechanic"):
                 lrs = [lr if lr > 0 else float("nan") for lr in run["effective_lrs"]]
-                axes.plot(run["at"], lrs, color=MECHANIC, linewidth=1.5, label="Mechanic")
+                axes.plot(run["at"], lrs, color=MECHANIC, linewidth=1.5, label=named("mechanic"))
             best = results.best(problem, results.measure(problem)).lr
             axes.axhline(best, color=SWEEP, linestyle="--", linewidth=1.2, label="best of the sweep")
             axes.set(title=problem, yscale="log")

@@ -168,6 +168,7 @@ METHODS: dict[str, Method] = {
     "mechanic, other lrs": mechanic(1e-6, 1e-3, 10.0),
     "mechanic but bfloat16 delta": mechanic(kept_dtype=torch.bfloat16),
     "mechanic, rule paper": mechanic(rule="paper"),
+    "mechanic, rule experiments": mechanic(rule="experiments"),
     "mechanic_pytorch": Method(_mechanic_pytorch, package="mechanic_pytorch", bases=("adamw", "adam", "sgd", "lion")),
     "prodigy": Method(_prodigy, package="prodigyopt", bases=("adamw",)),
     "d-adaptation": Method(_dadapt, package="dadaptation", bases=("adamw", "adam", "sgd", "lion")),
@@ -191,3 +192,4 @@ METHODS |= {
     for factor in ((2 / 3, 4 / 3) if name == "POWER" else (0.5, 2.0))
 }
 METHODS["mechanic, GAIN x0"] = ablated("GAIN", 0.0)
+METHODS["mechanic, rule paper, s_decay 0.1"] = mechanic(rule="paper", s_decay=0.1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 __all__ = [
+    "BERT",
     "GPT",
     "LSTM",
     "MLP",
@@ -291,6 +292,29 @@ class TextClassifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(self.tokens(x) + self.places.weight).mean(1))
+
+
+class BERT(nn.Module):
+    """An encoder of bytes with layer norm after each branch; its head answers for each byte, or for all (`pooled`)."""
+
+    def __init__(
+        self, outputs: int, *, length: int, width: int, layers: int, dropout: float, pooled: bool = False
+    ) -> None:
+        super().__init__()
+        self.pooled = pooled
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        heads = max(1, width // 64)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", batch_first=True)
+        self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, outputs)
+        for p in self.parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(self.dropout(self.norm(self.tokens(x) + self.places.weight)))
+        return self.head(h.mean(1) if self.pooled else h)
 
 
 # ------------------------------------------------------------------------------------------------ diffusion

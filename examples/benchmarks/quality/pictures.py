@@ -15,7 +15,7 @@ from task import Problem, Size, Task, batches, half_decades
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["rows_of_pictures", "supervised"]
+__all__ = ["classes_of_pictures", "rows_of_pictures", "supervised"]
 
 
 def rows_of_pictures(size: Size, folder: Path | None) -> Iterator[Problem]:
@@ -67,7 +67,7 @@ def _crop_and_flip(pictures: Tensor, rows: Tensor, generator: torch.Generator) -
     return chosen * inside
 
 
-def _classes(
+def classes_of_pictures(
     folder: Path | None,
     name: str,
     network: Literal["resnet", "vgg", "vit"],
@@ -78,6 +78,7 @@ def _classes(
     *,
     augment: bool,
 ) -> Task:
+    """The task of naming what a picture shows."""
     torch.manual_seed(seeds[0])
     x, y, x_test, y_test = (t.to(device) for t in data.images(folder, name))
     channels, pixels = x.shape[1:3]
@@ -100,7 +101,7 @@ def _small_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
     steps = 60 if size == "smoke" else 500
     sgd, adamw = half_decades(1e-2, 3), half_decades(3e-4, 3e-2)
     for name in ("digits",) if folder is None else ("fashion_mnist", "cifar10"):
-        build = functools.partial(_classes, folder, name, "resnet", shape, 32, augment=name == "cifar10")
+        build = functools.partial(classes_of_pictures, folder, name, "resnet", shape, 32, augment=name == "cifar10")
         row = functools.partial(Problem, family="images", steps=steps, build=build, measure="test_error")
         yield row(f"{name}, sgd", base="sgd", lrs=sgd, weight_decay=5e-4)
         yield row(f"{name}, adamw", base="adamw", lrs=adamw)
@@ -119,17 +120,17 @@ def _large_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
         resnet, vit = {"width": 4, "blocks": (1, 1)}, {"width": 16, "layers": 1, "patch": 2}
         vgg = {"widths": (8,), "dropout": 0.3}
     row = functools.partial(Problem, steps=steps, measure="test_error", bf16=True)
-    build = functools.partial(_classes, folder, name, "resnet", resnet, batch, augment=True)
+    build = functools.partial(classes_of_pictures, folder, name, "resnet", resnet, batch, augment=True)
     sgd, adamw = half_decades(1e-2, 1), half_decades(3e-4, 1e-2)
     nesterov = {"nesterov": True}
     yield row("ResNet-18, sgd", "ResNet-18", "sgd", sgd, build=build, weight_decay=5e-4, base_options=nesterov)
     yield row("ResNet-18, adamw", "ResNet-18", "adamw", adamw, build=build, weight_decay=0.05)
-    build = functools.partial(_classes, folder, name, "vgg", vgg, batch, augment=True)
+    build = functools.partial(classes_of_pictures, folder, name, "vgg", vgg, batch, augment=True)
     lrs = half_decades(3e-3, 1e-1)
     yield row("VGG, sgd", "VGG", "sgd", lrs, build=build, weight_decay=5e-4, base_options=nesterov)
-    build = functools.partial(_classes, folder, name, "vgg", {**vgg, "norm": True}, batch, augment=True)
+    build = functools.partial(classes_of_pictures, folder, name, "vgg", {**vgg, "norm": True}, batch, augment=True)
     yield row("VGG with batch norm, sgd", "VGG", "sgd", sgd, build=build, weight_decay=5e-4, base_options=nesterov)
-    build = functools.partial(_classes, folder, name, "vit", vit, batch, augment=True)
+    build = functools.partial(classes_of_pictures, folder, name, "vit", vit, batch, augment=True)
     yield row("ViT, adamw", "ViT", "adamw", half_decades(1e-4, 1e-2), build=build, weight_decay=0.05, clip=1.0)
 
 

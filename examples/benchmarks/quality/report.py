@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from charts import distance_chart, lr_chart
-from results import SOLVED, Record, Results, geometric_mean, is_error, mean, summary
+from results import SOLVED, Record, Results, geometric_mean, is_error, mean, named, summary
 
 FAR = 100.0
 BEHIND, OVERFITTED, POINTS = 1.3, 2.0, 1.0
 """Limits beyond which a run counts as a failure: see `failures`."""
-NAMES = {"mechanic": "default rule", "mechanic, rule paper": "paper's rule"}
-"""How the page calls the methods whose names in the records say less. "Mechanic" alone is not the paper's."""
+RULES = ("mechanic", "mechanic, rule paper", "mechanic, rule experiments")
+"""The methods whose failures are counted and whose learned rates are compared."""
 
 
 def shown(score: float | None, *, is_error: bool) -> str:
@@ -28,11 +28,6 @@ def shown(score: float | None, *, is_error: bool) -> str:
     if is_error:
         return f"{score:+.2f}"
     return f"{score:.3f}" if score < FAR else f"> {FAR:g}"
-
-
-def named(method: str) -> str:
-    """A method as the page calls it."""
-    return NAMES.get(method, method)
 
 
 def family_table(results: Results, key: str | None = None) -> str:
@@ -125,14 +120,16 @@ def lr_table(results: Results) -> str:
 
 def trend_table(results: Results) -> str:
     """The learned learning rate by batch size and model width: the geometric mean over the second half."""
+    trends = [problem for problem in results.runs if results.any_of(problem)["family"] == "trends"]
+    rules = [rule for rule in RULES if any(results.of(problem, rule) for problem in trends)]
     rows = []
-    for problem in results.runs:
-        if results.any_of(problem)["family"] != "trends":
-            continue
-        runs = results.of(problem, "mechanic")
-        learned = [lr for run in runs for lr in run["effective_lrs"][len(run["effective_lrs"]) // 2 :]]
-        rows.append([problem, f"{geometric_mean(learned):.2e}" if learned else ""])
-    return table(["problem", "learned lr"], rows) if rows else ""
+    for problem in trends:
+        rows.append([problem])
+        for rule in rules:
+            found = [run["effective_lrs"] for run in results.of(problem, rule)]
+            learned = [lr for rates in found for lr in rates[len(rates) // 2 :]]
+            rows[-1].append(f"{geometric_mean(learned):.2e}" if learned else "")
+    return table(["learned lr", *map(named, rules)], rows) if rows else ""
 
 
 def judged(results: Results) -> list[str]:
@@ -165,11 +162,11 @@ def regrets(results: Results, problem: str, run: Record) -> Iterator[str]:
         yield f"{measure.replace('_', ' ')} {above:.1f} points above the best"
 
 
-def failed(results: Results) -> dict[tuple[str, str], tuple[int, int]]:
-    """How many runs of the default rule exceed a limit, and how many there are, by family and base."""
+def failed(results: Results, method: str = "mechanic") -> dict[tuple[str, str], tuple[int, int]]:
+    """How many runs of a rule exceed a limit, and how many there are, by family and base."""
     counts = {}
     for group, problems in results.groups().items():
-        runs = [any(regrets(results, problem, run)) for problem in problems for run in results.of(problem, "mechanic")]
+        runs = [any(regrets(results, problem, run)) for problem in problems for run in results.of(problem, method)]
         bad, total = counts.get((group.family, group.base), (0, 0))
         if runs:
             counts[group.family, group.base] = bad + sum(runs), total + len(runs)
@@ -177,9 +174,14 @@ def failed(results: Results) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def failure_table(results: Results) -> str:
-    """`failed` as a table."""
-    rows = [[", ".join(key), f"{bad} of {total}"] for key, (bad, total) in failed(results).items()]
-    return table(["family, base", "failed runs"], rows)
+    """`failed` as a table, for each rule that ran."""
+    counts = {rule: found for rule in RULES if (found := failed(results, rule))}
+    groups = {key: None for found in counts.values() for key in found}
+    rows = [
+        [", ".join(key), *("{} of {}".format(*found[key]) if key in found else "" for found in counts.values())]
+        for key in groups
+    ]
+    return table(["failed runs", *map(named, counts)], rows)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -194,9 +196,9 @@ Made by `run.py` and `report.py` beside this folder; {runs} runs, up to {seeds} 
 with the best learning rate of a half-decade sweep of the base, best by the same measure and the mean over the seeds.
 Errors are given in percentage points above it (0 is as good as the sweep), losses as the ratio to it (1 is); less is
 better, and negative or below 1 is better than the whole sweep. "default rule" is `mechanize(base)`, this package's
-own rule, and "Mechanic" in the pictures; mechanic_pytorch is a package by the authors of the paper. It and the other
-methods run once, with their defaults where their name gives no number. Methods stand in the order of their mean rank,
-by validation first and training loss second.
+own rule; "paper's rule" and "experiments" are `rule="paper"` and `rule="experiments"`; mechanic_pytorch is a package by
+the authors of the paper. It and the other methods run once, with their defaults where their name gives no number.
+Methods stand in the order of their mean rank, by validation first and training loss second.
 
 ## Validation, by family: mean (worst problem)
 
@@ -251,7 +253,7 @@ def page(results: Results, records: Sequence[Record]) -> str:
         training=family_table(results, "train_loss"),
         failures="\n".join(
             [
-                f"{first}error where the loss reaches zero).",
+                f"{first}error where the loss reaches zero). The list is the default rule's.",
                 "",
                 failure_table(results),
                 "",

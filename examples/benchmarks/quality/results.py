@@ -20,6 +20,7 @@ __all__ = [
     "geometric_mean",
     "is_error",
     "mean",
+    "named",
     "summary",
 ]
 
@@ -28,6 +29,12 @@ SOLVED = 1e-4
 """If all losses are below this, none is better: which of them is closest to zero means nothing."""
 ABLATION = re.compile(r"mechanic, ([A-Z]+) (x[\d.]+)")
 """Matches the names of methods with one number of the rule multiplied."""
+NAMES = {
+    "mechanic": "default rule",
+    "mechanic, rule paper": "paper's rule",
+    "mechanic, rule experiments": "experiments",
+}
+"""How the page calls the methods whose names in the records say less. "Mechanic" alone is not the paper's."""
 UNTUNED = "AdamW at 1e-3, untuned"
 """The choice of a user who does not tune, a learning rate of every sweep."""
 
@@ -137,6 +144,11 @@ class Results:
         """The methods with one number of the rule multiplied, sorted by number and factor."""
         names = {name for methods in self.runs.values() for name in methods if ABLATION.fullmatch(name)}
         return sorted(names, key=lambda name: (name.split(" x")[0], float(name.split(" x")[1])))
+
+
+def named(method: str) -> str:
+    """A method as the page calls it."""
+    return NAMES.get(method, method)
 
 
 def is_error(key: str) -> bool:

@@ -4,6 +4,8 @@
     python examples/benchmarks/quality/run.py --size cpu --data FOLDER      # hours on two cores; --only selects a part
     python examples/benchmarks/quality/run.py --size gpu --data FOLDER --device cuda --jobs 7
 
+`paper.py` chooses what repeats experiments of the paper.
+
 Every finished run is a line in the results file and is not run again. `report.py` makes the page.
 """
 
@@ -24,9 +26,9 @@ from task import Problem
 from training import Job, Setup
 
 
-def main() -> None:
-    """Runs what is missing, and fails at the end if any run failed."""
-    arguments = _arguments()
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs what is missing, and fails at the end if any run failed. Without words, the command line's."""
+    arguments = _arguments(words)
     cache = arguments.cache or arguments.out.parent / "pretrained"
     setup = Setup(arguments.size, arguments.data, arguments.encoder, arguments.device, cache)
     table = {name: p for name, p in setup.problems().items() if _is_chosen(p, arguments.only)}
@@ -102,10 +104,10 @@ def _shared(members: Sequence[tuple[float, int]], ensemble: bool) -> Iterator[tu
         yield from ((member,) for member in members)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     families = "; ".join(f"{size}: {', '.join(names)}" for size, names in FAMILIES.items())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=["smoke", "cpu", "gpu"], default="smoke")
+    parser.add_argument("--size", choices=["smoke", "cpu", "gpu", "paper"], default="smoke")
     parser.add_argument("--data", type=Path, help="a folder of data sets (tab_*.npz, img_*.npz, lm_*.xz, tc_*.xz)")
     parser.add_argument("--encoder", help="a pretrained encoder's folder, in transformers' layout")
     parser.add_argument("--device", default="cpu")
@@ -117,7 +119,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lrs", nargs="*", type=float, help="only these of the sweep")
     parser.add_argument("--out", type=Path, default=Path("quality.jsonl"))
     parser.add_argument("--cache", type=Path, help="where pretrained models are kept (beside the results)")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

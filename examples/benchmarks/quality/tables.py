@@ -28,6 +28,8 @@ LRS: dict[Base, tuple[float, ...]] = {
 }
 LOWER_LRS: dict[Base, tuple[float, ...]] = {"adamw": half_decades(3e-5, 1e-1), "sgd": half_decades(3e-4, 1)}
 """Sweeps for little data, where the best rates are those too low to fit it fully."""
+CONVEX_LRS = {"dna": (1e-4, 10), "usps": (1e-4, 10), "vowel": (1e-3, 100)}
+"""Sweeps whose best lies outside of 1e-3 to 10."""
 _CONVEX_BATCH = 16
 
 
@@ -109,7 +111,7 @@ def _convex_rows(size: Size, folder: Path | None) -> Iterator[Problem]:
         steps = epochs * (len(data.table(folder, name)[0]) // _CONVEX_BATCH)
         build = functools.partial(_classes, folder, name, (), _CONVEX_BATCH)
         for base in ("adamw", "sgd"):
-            lrs = half_decades(1e-3, 10)
+            lrs = half_decades(*CONVEX_LRS.get(name, (1e-3, 10)))
             yield row(f"{name}, {base}", base=base, lrs=lrs, steps=steps, build=build, schedule="step", warmup=0.0)
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 __all__ = ["Base", "Build", "Measure", "Problem", "Schedule", "Size", "Task", "batches", "half_decades"]
 
-Size = Literal["smoke", "cpu", "gpu"]
+Size = Literal["smoke", "cpu", "gpu", "paper"]
 Base = Literal["adamw", "adam", "sgd", "lion", "muon"]
 Measure = Literal["test_loss", "test_error", "train_error"]
-Schedule = Literal["cosine", "step", "constant", "wsd", "one-cycle", "restarts"]
+Schedule = Literal["cosine", "step", "fifths", "linear", "constant", "wsd", "one-cycle", "restarts"]
 Build = Callable[[Sequence[int], torch.device], "Task"]
 
 

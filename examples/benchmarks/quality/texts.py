@@ -15,7 +15,7 @@ from task import Base, Build, Problem, Size, Task, batches, half_decades
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["language", "rows_of_texts"]
+__all__ = ["language", "pretrained", "rows_of_texts", "windows_of"]
 
 _GPT: dict[Size, tuple[dict[str, int], int]] = {
     "smoke": ({"width": 16, "layers": 1, "length": 16}, 4),
@@ -72,14 +72,9 @@ def language(
         models.add_lora(model)
     model.to(device)
     generator = torch.Generator(device).manual_seed(seeds[0])
-    window = torch.arange(length + 1, device=device)
-
-    def windows(source: Tensor, count: int, at: torch.Generator) -> Tensor:
-        first = torch.randint(0, len(source) - len(window), (count, 1), generator=at, device=device)
-        return source[first + window]
 
     def draw() -> tuple[Tensor, ...]:
-        return (windows(train, batch, generator),)
+        return (windows_of(train, batch, length + 1, generator),)
 
     def losses(text: Tensor) -> Tensor:
         logits = model(text[:, :-1]).float()
@@ -89,11 +84,17 @@ def language(
         found = {}
         for part, source in (("train_loss", train), ("test_loss", test)):
             fixed = torch.Generator(device).manual_seed(12345)
-            chosen = windows(source, 512 if device.type == "cuda" else 256, fixed)
+            chosen = windows_of(source, 512 if device.type == "cuda" else 256, length + 1, fixed)
             found[part] = torch.stack([losses(some) for some in chosen.split(32)]).mean(0)
         return found
 
     return Task([model], draw, losses, evaluate, static)
+
+
+def windows_of(source: Tensor, count: int, length: int, at: torch.Generator) -> Tensor:
+    """Pieces of a text that begin anywhere."""
+    first = torch.randint(0, len(source) - length, (count, 1), generator=at, device=source.device)
+    return source[first + torch.arange(length, device=source.device)]
 
 
 def _language(
@@ -114,23 +115,27 @@ def _language(
 def _pretrained(
     folder: Path | None, name: str, shape: dict[str, int], steps: int, batch: int, cache: Path, device: torch.device
 ) -> dict[str, Tensor]:
-    """A language model after plain AdamW, trained once and cached; other processes wait for it."""
     kept = cache / f"{name}-{'-'.join(map(str, shape.values()))}-{batch}-{steps}.pt"
-    cache.mkdir(parents=True, exist_ok=True)
+    return pretrained(kept, functools.partial(_language, folder, name, shape, batch), steps, 1e-3, device)
+
+
+def pretrained(kept: Path, build: Build, steps: int, lr: float, device: torch.device) -> dict[str, Tensor]:
+    """A model after plain AdamW, trained once and kept in a file; other processes wait for it."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
             unfinished = kept.with_suffix(f".{os.getpid()}")
-            torch.save(_trained(_language(folder, name, shape, batch, [0], device), steps), unfinished)
+            torch.save(_trained(build([0], device), steps, lr), unfinished)
             unfinished.rename(kept)
     loaded: dict[str, Tensor] = torch.load(kept, map_location=device)
     return loaded
 
 
-def _trained(task: Task, steps: int) -> dict[str, Tensor]:
+def _trained(task: Task, steps: int, lr: float) -> dict[str, Tensor]:
     (model,) = task.members
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         optimizer.zero_grad()

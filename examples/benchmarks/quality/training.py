@@ -192,4 +192,6 @@ def _factor(problem: Problem, step: int, warm: int) -> float:
         return 0.5 * (1 + math.cos(math.pi * share))
     if problem.schedule == "step":
         return 0.1 ** sum(share >= mark for mark in (0.6, 0.8, 0.95))
-    return 1.0
+    if problem.schedule == "fifths":
+        return 0.2 ** sum(share >= mark for mark in (0.3, 0.6, 0.8))
+    return 1 - share if problem.schedule == "linear" else 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
@@ -43,6 +44,9 @@ ONE_OF_EACH_FAMILY = {
     "GPT with LoRA": "GPT with LoRA, adamw, 200 steps",
     "schedules": "digits, adamw, MLP, restarts",
     "kept back": "LSTM, adamw",
+    "ResNet-18, 200 epochs": "ResNet-18, sgd, 200 epochs",
+    "BERT": "BERT, adamw, dropout 0.1",
+    "BERT tuned": "BERT on lines, adamw, dropout 0",
 }
 OTHERS = (
     *("collapse, random labels", "collapse, tied embeddings", "collapse, adam, decay 0.01, cosine", "digits, adamw"),
@@ -91,7 +95,7 @@ def test_every_family_trains(setup: Any, problem: str) -> None:
 def test_one_of_each_family_was_tried(setup: Any) -> None:
     table, families = setup.problems(), module("catalogue").FAMILIES
     assert {table[name].family for name in ONE_OF_EACH_FAMILY.values()} == set(ONE_OF_EACH_FAMILY)
-    assert set(ONE_OF_EACH_FAMILY) == {*families["cpu"], *families["gpu"]} == {p.family for p in table.values()}
+    assert set(ONE_OF_EACH_FAMILY) == set().union(*families.values()) == {p.family for p in table.values()}
 
 
 def test_every_sweep_of_adamw_has_the_learning_rate_of_those_who_do_not_tune(setup: Any) -> None:
@@ -273,20 +277,83 @@ def test_failures_are_named(run: dict[str, float], said: list[str]) -> None:
     assert report.failed(results) == {("collapse", "sgd"): (len(said), 1)}
 
 
-def test_the_page_of_results_counts_the_failed_runs() -> None:
-    """The number stood only below the records, where it counted limits for runs."""
+RULES = {
+    "default rule": "mechanic",
+    "paper's rule": "mechanic, rule paper",
+    "experiments": "mechanic, rule experiments",
+    "mechanic_pytorch": "mechanic_pytorch",
+    "AdamW at 1e-3": "AdamW at 1e-3, untuned",
+    "Prodigy": "prodigy",
+    "D-Adapt": "d-adaptation",
+    "Schedule-Free": "schedule-free, lr 0.0025",
+    "prodigy-plus": "prodigy-plus",
+    "SF+": "schedule-free+",
+}
+"""The columns of the page of results, by their names in the records."""
+ROWS = {
+    "networks on the H200": ("ResNet-18", "ViT", "diffusion", "GPT", "GPT-2", "VGG", "schedules", "kept back"),
+    "GPT, 1,500 and 5,000 steps": ("GPT",),
+    "logistic regressions": ("convex",),
+    "MLPs on tables": ("MLPs",),
+    "MLPs on small tables, fitted to a loss of 0": ("separable",),
+    "a single pass over digits, at a constant rate": ("streams",),
+    "small GPTs": ("language, 500 steps", "language, 1000 steps"),
+    "small GPTs, 500 steps": ("language, 500 steps",),
+    "small GPTs, 1,000 steps": ("language, 1000 steps",),
+    "digits until nothing is left to learn": ("collapse",),
+}
+"""Families of the rows that are not called like theirs."""
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Any:
     records = (FOLDER / "results" / "quality.jsonl").read_text().splitlines()
-    counts = module("report").failed(module("results").Results(map(json.loads, records))).values()
-    failed, total = (sum(column) for column in zip(*counts, strict=True))
-    text = (
-        (FOLDER.parents[2] / "docs" / "results.md")
-        .read_text()
-        .partition("## How many runs failed")[2]
-        .partition("\n## ")[0]
-    )
-    assert f"{failed} of the {total} runs of the default rule failed" in " ".join(text.split())
-    rows = re.findall(r"^\| [^|]+ \| (\d+) of (\d+) \|$", text, flags=re.MULTILINE)
-    assert [sum(map(int, column)) for column in zip(*rows, strict=True)] == [failed, total]
+    return module("results").Results(map(json.loads, records))
+
+
+def cells(heading: str) -> Iterator[tuple[str, str, str]]:
+    """Row, column and cell of the tables below a heading of the page of results."""
+    page = (FOLDER.parents[2] / "docs" / "results.md").read_text()
+    head: list[str] = []
+    for line in page.partition(f"\n{heading}\n")[2].partition("\n#")[0].splitlines():
+        words = [word.strip() for word in line.strip("|").split("|")]
+        if line.startswith("| | "):
+            head = words
+        elif line.startswith("| "):
+            yield from ((words[0], column, cell) for column, cell in zip(head[1:], words[1:], strict=True))
+
+
+def test_the_page_of_results_counts_the_failed_runs(recorded: Any) -> None:
+    """The number stood only below the records, where it counted limits for runs."""
+    counts = {column: module("report").failed(recorded, method) for column, method in RULES.items()}
+    failed, total = (sum(column) for column in zip(*counts["default rule"].values(), strict=True))
+    page = " ".join((FOLDER.parents[2] / "docs" / "results.md").read_text().split())
+    assert f"{failed} of the {total} runs of the default rule failed" in page
+    runs = 0
+    for row, column, cell in cells("## How many runs failed"):
+        found = [each for (family, _), each in counts[column].items() if family in ROWS.get(row, (row,))]
+        bad, ran = (sum(each[part] for each in found) for part in (0, 1))
+        assert cell == (f"{bad} of {ran}" if ran else ""), (row, column)
+        runs += ran if column == "default rule" else 0
+    assert runs == total
+
+
+@pytest.mark.parametrize(("heading", "base"), [("## Beside other packages", "adamw"), ("### With SGD", "sgd")])
+def test_the_tables_beside_other_packages_are_those_of_the_records(recorded: Any, heading: str, base: str) -> None:
+    results, report = module("results"), module("report")
+    checked = 0
+    for row, column, cell in cells(heading):
+        label, _, count = row.removesuffix(")").partition(" (")
+        for group, problems in recorded.groups().items():
+            if (group.family, group.base) != (ROWS.get(label, (label,))[0], base):
+                continue
+            assert str(len(problems)) == (count or "1"), row
+            scores = [recorded.score(problem, RULES[column], recorded.measure(problem)) for problem in problems]
+            if None not in scores:
+                checked += 1
+                found = report.shown(results.summary(scores, is_error=group.is_error), is_error=group.is_error)
+                assert cell == found, (row, column)
+    assert checked > 15
 
 
 def test_the_schedule_falls_to_nearly_zero() -> None:
@@ -297,3 +364,73 @@ def test_the_schedule_falls_to_nearly_zero() -> None:
     assert factors[0] == pytest.approx(0.2)
     assert 0 < factors[-1] < 1e-3
     assert math.isclose(max(factors), 1.0)
+
+
+def test_the_schedules_of_the_paper() -> None:
+    """Steps of a fifth at 60, 120 and 160 of 200 epochs, and a linear fall after a warm-up of 6%."""
+    training, task = module("training"), module("task")
+    steps = task.Problem("p", "f", "sgd", (), 200, None, schedule="fifths", warmup=0.0)
+    factors = training._factors(steps)
+    assert [at for at in range(1, 200) if factors[at] != factors[at - 1]] == [60, 120, 160]
+    assert factors[::60] == pytest.approx([1.0, 0.2, 0.04, 0.008])
+    linear = training._factors(dataclasses.replace(steps, schedule="linear", warmup=0.06))
+    assert linear.index(max(linear)) in (11, 12)
+    assert linear[106] == pytest.approx(0.5)
+
+
+# ------------------------------------------------------------------------------------------------ the paper's
+
+
+def test_a_seventh_of_the_bytes_is_asked_for() -> None:
+    import torch
+
+    task = module("of_the_paper")._masked(None, "sources", SMALL_BERT, 64, [0], torch.device("cpu"))
+    shown, text, asked = task.batch()
+    assert asked.float().mean() == pytest.approx(0.15, abs=0.03)
+    assert torch.equal(shown[~asked], text[~asked])
+    assert (shown[asked] == 0).float().mean() == pytest.approx(0.8, abs=0.1)
+    assert (text != 0).all()
+
+
+SMALL_BERT = {"length": 32, "width": 16, "layers": 1, "dropout": 0.0}
+
+
+def test_tuning_starts_from_what_was_learned_but_for_the_head() -> None:
+    import torch
+
+    learned = module("models").BERT(256, **SMALL_BERT).state_dict()
+    tune = module("of_the_paper")._tuned
+    (model,) = tune(None, "lines", SMALL_BERT, 8, lambda _: learned, [0], torch.device("cpu")).members
+    own = model.state_dict()
+    assert all(torch.equal(own[key], learned[key]) for key in own if not key.startswith("head."))
+    assert own["head.weight"].shape == (2, 16)
+
+
+def test_each_part_of_the_paper_is_there(setup: Any) -> None:
+    run, table = module("run"), setup.problems().values()
+    chosen = {}
+    for part, words in module("paper").PARTS.items():
+        arguments = run._arguments([*words, "--size", "smoke"])
+        chosen[part] = {p.family for p in table if run._is_chosen(p, arguments.only)}
+        assert {"mechanic", "mechanic, rule paper"} <= set(arguments.methods)
+    assert chosen == {
+        "convex": {"convex"},
+        "trends": {"trends"},
+        "resnet": {"ResNet-18, 200 epochs"},
+        "bert": {"BERT", "BERT tuned"},
+    }
+
+
+@pytest.mark.slow
+def test_a_part_of_the_paper_runs_and_makes_its_table(here: Here, tmp_path: Path) -> None:
+    small = ("--size", "smoke", "--seeds", "1", "--lrs", "0.1", "--only", "convex: iris", "--out", tmp_path / "out")
+    assert "6 jobs to run" in here("paper", "convex", *small)
+    lines = here("paper", "tables", tmp_path / "out").splitlines()
+    assert re.fullmatch(r"\| iris \| 98.3 \| 98.6( \| \d+\.\d at 0.1 \| \d+\.\d \| \d+\.\d){2} \|", lines[2])
+
+
+def test_the_page_of_the_paper_has_the_tables_of_the_records() -> None:
+    printed = module("paper").tables(FOLDER / "results" / "quality.jsonl").split("\n\n")
+    page = (FOLDER.parents[2] / "docs" / "paper.md").read_text()
+    assert len(printed) == 2
+    assert [table for table in printed if table not in page] == []
