@@ -71,8 +71,7 @@ def tuner_kernel(
     row = tl.load(old + lane, lane < FLOATS, 0.0)
     lr, old_scale = tl.load(lrs + program), tl.load(old + _SCALE)
     top_lr = tl.load(old + _TOP_LR)
-    ahead = lr + tl.maximum(lr, (lr - top_lr) * _AHEAD)
-    whole_lr = tl.where((lr > top_lr) & (top_lr > 0), ahead, tl.maximum(lr, top_lr))
+    whole_lr = tl.where((lr > top_lr) & (top_lr > 0), lr + (lr - top_lr) * _AHEAD, tl.maximum(lr, top_lr))
     top_lr = tl.maximum(top_lr, lr)
     if RULE == _RELATIVE:
         norm = tl.sqrt(clip * clip * tl.where(is_finite, tl.load(sums + _GG), 0.0))

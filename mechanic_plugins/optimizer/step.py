@@ -185,10 +185,9 @@ class MechanicOptimizer(Wrapper):
         lrs, course, holds = self._schedule(learned, learned.tuners)
         if lrs is None:
             return None
-        learned.course = course
+        flat, learned.course = learned.on_device(sums.device), course
         for tuner, lr in zip(learned.tuners, lrs, strict=True):
             tuner.top_lr = max(tuner.top_lr, 0.0 if isinstance(lr, Tensor) else lr)
-        flat = learned.on_device(sums.device)
         new, table = gpu_tuner.launch(
             flat, sums, kind=type(learned.tuners[0]), settings=self.settings, lrs=lrs, hold=holds,
             max_grad_norm=self._max_grad_norm,

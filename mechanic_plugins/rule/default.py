@@ -14,7 +14,7 @@ The norm of all weights grows like the square root of N, a good step more slowly
 the fraction of it that one step may change. The sums of z are moving sums over the last `WINDOW` steps; early on they
 hold fewer, and count for less. A step is weighted by its learning rate relative to the highest one. Where the scale is
 below the run's mean, its evidence is also weighted by that ratio: steps that hardly move say little. While the lr rises
-to new heights, in a warm-up that a loop sets by hand, the highest one is taken to lie as far again above it.
+to new heights, in a warm-up that a loop sets by hand, the highest one is where it would be `AHEAD` steps later.
 
 The cube roots tell how large a typical weight is; a root mean square would be that of an embedding or of the norms'
 gains, a geometric mean that of filters that died. A weight above 1, such as an output bias, counts as 1. If all start

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AHEAD", "Tuner"]
 
-AHEAD = 40.0
-"""A learning rate that rises is taken to go on rising for this many steps, or as many again as it has risen for."""
+AHEAD = 100.0
+"""A learning rate that rises is taken to go on rising for this many steps."""
 
 
 @dataclass
@@ -51,11 +51,9 @@ class Tuner:
         """The lr of a whole step: the peak, of which a step at `lr` is a part.
 
         That is the highest lr so far, or announced. In a warm-up that a loop sets by hand, each lr is the highest so
-        far: the peak is then taken to lie as far again above it, and at least `AHEAD` such rises.
+        far. The peak is then taken to lie where the rise would be after `AHEAD` more steps.
         """
-        if not lr > self.top_lr > 0:
-            return max(lr, self.top_lr)
-        return lr + max(lr, AHEAD * (lr - self.top_lr))
+        return lr + AHEAD * (lr - self.top_lr) if lr > self.top_lr > 0 else max(lr, self.top_lr)
 
     def limit(self, scale: float) -> None:
         """Lowers the next scale to this one."""
