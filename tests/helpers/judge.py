@@ -27,6 +27,7 @@ class Loop(Around):
         self.counted_from_the_start = counted_from_the_start
         self.had_grad = [counted_from_the_start for _ in self.x]
         self.trains = [True for _ in self.x]
+        self.has_stepped = [False for _ in self.x]
         self.ignores_lr = ignores_lr
         self.frozen = False
         self.steps = 0
@@ -46,6 +47,7 @@ class Loop(Around):
             self.copies.append(self.x_ref[-1].clone())
             self.had_grad.append(self.counted_from_the_start)
             self.trains.append(True)
+            self.has_stepped.append(False)
         self.base.add_param_group({"params": self.copies[first:], **group})
         new = list(range(first, len(self.x)))
         if self.scope == "all":
@@ -69,6 +71,7 @@ class Loop(Around):
             self.had_grad = had
             return
         self.steps += 1
+        self.has_stepped = [had or g is not None for had, g in zip(self.has_stepped, grads, strict=True)]
         for part in self.parts:
             for i in (i for i in part.indices if not self.trains[i]):
                 self.put_back(i, *before[i], scales[i], part.S)
@@ -138,7 +141,7 @@ class DefaultLoop(Loop, Default):
 
     def takes_along(self, i: int) -> bool:
         """Only before the first move, as there is no reference yet."""
-        return not self.had_grad[i] or any(part.S == 0 for part in self.parts if i in part.indices)
+        return not self.has_stepped[i] or any(part.S == 0 for part in self.parts if i in part.indices)
 
     def put_back(self, i: int, x: Tensor, x_ref: Tensor, was: float, now: float) -> None:
         """Restores x."""
