@@ -11,7 +11,7 @@ All that is kept of past moves is the weights' displacement D = x - x_ref. For t
     rho   = sum(p * z) / sqrt(sum(p * z^2) * 40); these sums fade by 1 - p / 40 per step
     S     = PRIOR * size * N^(3/8) / (highest lr * U) * exp(3 * rho)
 
-In a step whose lr is higher than any before it or announced, the highest lr is what 100 more such rises would lead to.
+In a step whose lr is higher than any before it or announced, the highest lr is what 40 more such rises would lead to.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Default(Around):
             lr, held = self.lr_of(part), self.is_held()
             part.highest_lr = max(part.seen_lr, lr)
             if lr > part.seen_lr > 0:
-                part.highest_lr = lr + 100 * (lr - part.seen_lr)
+                part.highest_lr = lr + 40 * (lr - part.seen_lr)
             part.seen_lr = max(part.seen_lr, lr)
             was = part.S
             if not held:

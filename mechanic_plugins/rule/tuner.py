@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AHEAD", "Tuner"]
 
-AHEAD = 100.0
+AHEAD = 40.0
 """A learning rate that rises is taken to go on rising for this many steps."""
 
 

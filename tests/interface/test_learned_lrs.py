@@ -99,7 +99,7 @@ class Run:
         self.opt.step()
         moves = [p.detach() - x for p, x in zip(params, before, strict=True)]
         rates = [float(move.norm() / gradient.norm()) for move, gradient in zip(moves, gradients, strict=True)]
-        whole = max(self.top, self.place + 100 * (self.place - self.top))  # where a rise is taken to lead
+        whole = max(self.top, self.place + 40 * (self.place - self.top))  # where a rise is taken to lead
         self.top = max(self.top, self.place)
         self.rates += rates[0]
         self.places += self.place / whole if rates[0] > 0 else 0.0

@@ -337,12 +337,12 @@ def test_the_highest_lr_is_the_announced_one(key: str) -> None:
 
 
 def test_a_warm_up_set_by_hand() -> None:
-    # U = 2. The lr rises from 1 to 2, and 100 more such rises lead to 102; when it stays, 2 is the highest.
+    # U = 2. The lr rises from 1 to 2, and 40 more such rises lead to 42; when it stays, 2 is the highest.
     judge = default(vector(1.0))
     judge.step([vector(1.0)])
     judge.base.param_groups[0]["lr"] = 2.0
     judge.step([vector(1.0)])
-    assert judge.vectors("s") == pytest.approx([PRIOR / (102 * 2)], rel=1e-14)
+    assert judge.vectors("s") == pytest.approx([PRIOR / (42 * 2)], rel=1e-14)
     judge.step([vector(1.0)])  # D = -2 S
     U = math.sqrt((2**2 + 1) / 2)
     assert judge.vectors("s") == pytest.approx([PRIOR / (2 * U) * math.exp(3 / math.sqrt(40))], rel=1e-14)
