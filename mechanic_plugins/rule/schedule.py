@@ -18,6 +18,7 @@ Course = dict[int, tuple[float, float]]
 """By group, for those above 0 at least once: the last lr, schedules at 0 left out, and the lr at the schedule's top.
 Both are 0 while a group is held at 0 and others are not."""
 _JUMP = 3.0
+"""By what factor a group that a scheduler knows must part from the others, in one step, to count as changed by hand."""
 
 
 def peak_lr(group: Group) -> float:

@@ -13,7 +13,7 @@ from mechanic_plugins.kernels.dither import dithered
 __all__ = ["move_dithered", "move_plain", "move_rounded"]
 
 _HARDLY = 1e10
-"""How many times as much delta counts as an update, where the update hardly does."""
+"""The update's part of a move is next to nothing if delta's factor is this many times its own."""
 
 
 def move_plain(
@@ -27,8 +27,9 @@ def move_plain(
 ) -> None:
     """Adds shrink * updates to the deltas, and writes the new weights over the updates, which are in their memory.
 
-    Both parts of the move are added up first, as multiples of an update, which takes no multiplication of its own:
-    torch's are slow. Where an update does not count, or hardly, they are added one by one.
+    The weights before the step, `olds`, are used up. Both parts of the move are added up first, in units of the update,
+    because torch's multiplication of a list is slow. Where the update's part is next to nothing, they are added one by
+    one.
     """
     torch._foreach_add_(deltas, updates, alpha=shrink)
     of_update, of_delta = shrink * old_scale, new_scale - old_scale
