@@ -37,6 +37,7 @@ ATTRIBUTES = {
         "sync_replicas": "As the option.",
         "backend": "As the option.",
         "shares_by_engine": "How an engine that has cut the parameters up counts its pieces.",
+        "layout_by_engine": "Where the whole parameters lie in those pieces.",
     },
     "Mechanic": {
         "optimizers": "The mechanized optimizers of the last `fit`.",
@@ -45,7 +46,10 @@ ATTRIBUTES = {
     "MechanicCallback": {"history": "The `ScaleHistory` of the present run."},
 }
 """Attributes set in constructors, which have no docstring."""
-ENGINES = ("applying", "decide", "learned", "local_sums", "lrs", "reread_groups", "shares_by_engine", "tuner")
+ENGINES = (
+    *("applying", "decide", "is_step_measured", "layout_by_engine", "learned", "local_sums", "lrs", "note_changes"),
+    *("reread_groups", "shares_by_engine", "tuner"),
+)
 """Members for plugin authors."""
 HOOKS = re.compile(r"on_|setup$|teardown$")
 """Methods called by frameworks, not by users."""

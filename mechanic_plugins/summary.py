@@ -44,8 +44,9 @@ _NO_GRADIENT = (
 )
 _NO_STEP = "Mechanic made no step: optimizer.step() was replaced or never called, so nothing was trained with it."
 _AGREEMENT = 0.8
+"""From this on, nearly all steps of the run were favourable."""
 _HARDLY = 1e-3
-"""A fraction of the weights' size. The rule itself moves them by a few percent within ten steps."""
+"""A fraction of the layers' size. The rule itself changes them by five percent within ten steps."""
 
 
 class ScaleHistory:
@@ -114,17 +115,17 @@ def rules(optimizers: Iterable[MechanicOptimizer]) -> dict[str, str]:
 def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[str]:
     """Remarks on what looks wrong at the end of a run. Waits for the device."""
     found = []
-    if history is not None and (is_still_rising(history) or (history.is_whole and _all_agree(optimizer))):
+    if history is not None and (is_still_rising(history) or (history.is_whole and optimizer.agreement > _AGREEMENT)):
         found.append(STILL_RISING)
     metrics = optimizer.metrics()
     steps, skipped = (int(metrics[f"mechanic/{name}"]) for name in ("steps", "skipped_steps"))
     if not steps + skipped:
         return [_NO_GRADIENT if history is not None and len(history) else _NO_STEP]
-    moved = metrics.get("mechanic/moved")
-    if steps >= 10 and moved is not None and moved < _HARDLY:
+    path = optimizer.path
+    if steps >= 10 and path < _HARDLY and "mechanic/moved" in metrics:
         found.append(
-            f"Mechanic moved the weights by {moved:.2g} of their size in {steps} steps, so hardly anything was "
-            "trained: the gradients were 0, the schedule hardly left 0, or max_scale is too small. On a GPU, float32 "
+            f"Mechanic moved the weights by {path:.2g} of their size in {steps} steps, so hardly anything was "
+            "trained: the gradients or the learning rate were 0, or max_scale is too small. On a GPU, float32 "
             "gradients below 1e-22 count as 0, as their squares are: multiply the loss by a constant."
         )
     if skipped > 0.01 * (steps + skipped):
@@ -133,13 +134,6 @@ def remarks(optimizer: MechanicOptimizer, history: ScaleHistory | None) -> list[
             "than all before them."
         )
     return found
-
-
-def _all_agree(optimizer: MechanicOptimizer) -> bool:
-    """Whether nearly all steps in the default rule's window were favourable, by the mean of z over its rms."""
-    r, m, v = (vector.reshape(-1).tolist() for vector in (optimizer.tuner.r, optimizer.tuner.m, optimizer.tuner.v))
-    is_default = optimizer.settings.rule == "relative"
-    return is_default and any(a > _AGREEMENT * math.sqrt(b * c) for a, b, c in zip(r, v, m, strict=True))
 
 
 def is_still_rising(history: ScaleHistory) -> bool:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from mechanic_plugins.api import mechanize
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.rule.default import is_due
 
 __all__ = ["BACKENDS", "SHAPES", "Result", "main", "measure", "rivals"]
 
@@ -88,6 +89,8 @@ class Result:
     """Peak extra memory during a step; CUDA only."""
     launches: int | None
     """Number of kernels and copies; CUDA only."""
+    measured_seconds: float | None = None
+    """The time of a step that the default rule measures."""
 
 
 def _base(name: str, form: str | None) -> Factory:
@@ -179,6 +182,7 @@ def measure(
                 state_bytes=run.state_bytes() / run.count,
                 transient_bytes=run.transient_bytes(),
                 launches=run.launches(),
+                measured_seconds=run.measured(),
             )
     finally:
         torch.set_num_threads(threads)
@@ -211,7 +215,9 @@ class _Run:
         self.optimizer.step()
 
     def timed(self, queued: int) -> float:
-        """Seconds per step."""
+        """Seconds per step, of steps that the default rule does not measure."""
+        while any(self._is_measured(later) for later in range(queued)):
+            self.step()
         self._wait()
         start = time.perf_counter()
         for _ in range(queued):
@@ -219,7 +225,26 @@ class _Run:
         self._wait()
         return (time.perf_counter() - start) / queued
 
+    def _is_measured(self, later: int = 0) -> bool:
+        if not isinstance(self.optimizer, MechanicOptimizer) or self.optimizer.settings.rule != "relative":
+            return False
+        return is_due(int(self.optimizer.metrics()["mechanic/steps"]) + 1 + later)
+
+    def measured(self) -> float | None:
+        """Seconds of the next step that the default rule measures, or None with another optimizer."""
+        if not isinstance(self.optimizer, MechanicOptimizer) or self.optimizer.settings.rule != "relative":
+            return None
+        while not self._is_measured():
+            self.step()
+        self._wait()
+        start = time.perf_counter()
+        self.step()
+        self._wait()
+        return time.perf_counter() - start
+
     def queueing(self) -> float:
+        while self._is_measured():
+            self.step()
         self._wait()
         start = time.perf_counter()
         self.step()
@@ -264,13 +289,14 @@ def _rotated(grads: Sequence[Tensor], count: int) -> list[Tensor]:
 
 
 def _table(results: Sequence[Result]) -> str:
-    head = "shapes,params,tensors,optimizer,ms/step,ratio,ms host,state B/param,transient B/param,launches"
+    head = "shapes,params,tensors,optimizer,ms/step,ratio,ms host,state B/param,transient B/param,launches,ms measured"
     rows = [head.split(",")]
     for r in results:
         extra = ["-" if x is None else f"{x:.2f}" for x in (r.state_bytes, r.transient_bytes)]
         times = f"{r.seconds * 1e3:.3f}", f"{r.ratio:.3f}", f"{r.host_seconds * 1e3:.3f}"
         size = r.shapes, f"{r.params / 1e6:.2f}M", str(r.tensors), r.name
-        rows.append([*size, *times, *extra, str(r.launches or "-")])
+        measured = "-" if r.measured_seconds is None else f"{r.measured_seconds * 1e3:.2f}"
+        rows.append([*size, *times, *extra, str(r.launches or "-"), measured])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

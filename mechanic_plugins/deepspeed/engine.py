@@ -26,12 +26,15 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor
 
+from mechanic_plugins.deepspeed.layout import layout_of_engine
 from mechanic_plugins.deepspeed.universal import mend_universal_load, mend_universal_load_of_stage3
 from mechanic_plugins.distributed.reduction import Reduction, Shares
 from mechanic_plugins.distributed.sharding import shares_of
 from mechanic_plugins.optimizer import MechanicOptimizer
+from mechanic_plugins.rule.decide import Decision
 from mechanic_plugins.rule.sums import with_scaled_gradients
-from mechanic_plugins.weights.slots import main_slot
+from mechanic_plugins.weights.changes import Changes
+from mechanic_plugins.weights.slots import REF, main_slot
 
 __all__ = ["connect"]
 
@@ -43,6 +46,7 @@ def connect(engine: Any, mechanic: MechanicOptimizer) -> None:
         ValueError: DeepSpeed built an optimizer of an unknown type.
     """
     holder = engine.optimizer
+    mechanic.layout_by_engine = functools.partial(layout_of_engine, holder)
     if type(holder) is DeepSpeedZeroOptimizer:
         _Conductor(mechanic, holder, _Stages1And2(holder)).take_over()
         mend_universal_load(holder, mechanic)
@@ -163,13 +167,16 @@ class _Stage3(_Stages1And2):
 class _Conductor:
     """Decides each step once, before the first shard moves; the base steps that follow move one shard each."""
 
-    def __init__(self, mechanic: MechanicOptimizer, zero: Any, layout: _Stages1And2) -> None:
+    def __init__(self, mechanic: MechanicOptimizer, zero: Any, places: _Stages1And2) -> None:
         self.mechanic = mechanic
         self.zero = zero
-        self.layout = layout
+        self.places = places
         self.reduction = Reduction(zero.dp_process_group)
         self._zero_step, self._zero_unscale = zero.step, zero.unscale_and_clip_grads
         self._is_decided = False
+        self._decided: Decision | None = None
+        """The step's decision, if it is measured."""
+        self._olds: list[Tensor] = []
 
     def take_over(self) -> None:
         self.zero.step, self.zero.unscale_and_clip_grads = self.step, self.unscale_and_clip_grads
@@ -177,10 +184,12 @@ class _Conductor:
 
     def step(self, closure: Any = None) -> Any:
         """DeepSpeed's step. On overflow it returns before unscaling, so Mechanic never sees that step."""
-        self._is_decided = False
+        self._is_decided, self._decided = False, None
         with ExitStack() as stack:
             self._stack = stack
-            return self._zero_step(closure)
+            result = self._zero_step(closure)
+        self._note_changes()
+        return result
 
     def unscale_and_clip_grads(self, which: Any, total_norm: Any) -> None:
         """Called once per shard. At the first call all gradients are complete and no weight has moved."""
@@ -190,19 +199,47 @@ class _Conductor:
         self._zero_unscale(which, total_norm)
 
     @torch.no_grad()
-    def _decision(self, total_norm: Any) -> Any:
-        with self.layout.prepared():
+    def _decision(self, total_norm: Any) -> Decision:
+        is_measured = self.mechanic.is_step_measured
+        with self.places.prepared():
             sums = self.mechanic.local_sums(list(self._parts()))
-            return self.mechanic.decide(self.reduction(self._unscaled(sums, total_norm)))
+            decision = self.mechanic.decide(self.reduction(self._unscaled(sums, total_norm)))
+            if is_measured and decision.is_made:
+                self._begin_measurement(decision)
+        return decision
+
+    def _begin_measurement(self, decision: Decision) -> None:
+        """Looks at the model's parameters before the first shard moves."""
+        shards, layout, places = self.places.shards(), layout_of_engine(self.zero), self.places
+        self._tuner_of = [places.group_of(i) if len(decision.new_scales) > 1 else 0 for i in range(len(shards))]
+        grads = [torch.cat([grad.reshape(-1) for grad in places.gradients(i)]) for i in range(len(shards))]
+        kept = [self.mechanic.state.get(shard, {}).get(REF) for shard in shards]
+        moved = [each is not None and decision.old_scales[t] > 0 for each, t in zip(kept, self._tuner_of, strict=True)]
+        starts = [each if has else shard for shard, each, has in zip(shards, kept, moved, strict=True)]
+        self._before = Changes.before(shards, grads, starts, layout, [1.0] * len(shards), self.reduction)
+        self._decided, self._olds = decision, [shard.detach().clone() for shard in shards]
+
+    @torch.no_grad()
+    def _note_changes(self) -> None:
+        """Measures how a step that is due has changed the model's parameters, after all shards have moved."""
+        decision, olds, self._olds = self._decided, self._olds, []
+        if decision is None:
+            return
+        updates = []
+        for shard, old, tuner in zip(self.places.shards(), olds, self._tuner_of, strict=True):
+            has_moved = decision.new_scales[tuner] > 0
+            updates.append(torch.sub(shard.detach(), old, out=old) if has_moved else self.mechanic.state[shard][REF])
+        owners = [self._tuner_of[owner] for owner in self._before.layout.owners]
+        self.mechanic.note_changes(self._before.after(updates), owners, decision)
 
     def _parts(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor | None]]:
         """Param group, weights, gradient, and the reference or delta."""
         slot = main_slot(self.mechanic.settings.rule)
-        for index, shard in enumerate(self.layout.shards()):
-            group = self.mechanic.param_groups[self.layout.group_of(index)]
+        for index, shard in enumerate(self.places.shards()):
+            group = self.mechanic.param_groups[self.places.group_of(index)]
             kept = self.mechanic.state.get(shard, {}).get(slot)
             start = 0
-            for grad in self.layout.gradients(index):
+            for grad in self.places.gradients(index):
                 here = slice(start, start + grad.numel())
                 x = shard.detach()[here]
                 yield group, x, grad.view(-1), None if kept is None else kept[here]
@@ -210,8 +247,8 @@ class _Conductor:
 
     def _unscaled(self, sums: Tensor, total_norm: Any) -> Tensor:
         """The sums for unscaled and clipped gradients."""
-        factor = torch.ones(1, device=self.layout.shards()[0].device)
-        self.layout.unscale(factor, total_norm)
+        factor = torch.ones(1, device=self.places.shards()[0].device)
+        self.places.unscale(factor, total_norm)
         return with_scaled_gradients(sums, factor.to(sums)[0])
 
     def _refuse_to_count(self, params: Sequence[Tensor]) -> NoReturn:

@@ -46,6 +46,12 @@ class Shares:
     reduction: Reduction
     weights: dict[int, float]
     """The factor on this rank's sums, by id of the parameter; 1 if not listed."""
+    has_local: bool = False
+    """Whether some parameters, such as experts, are a rank's alone: others may have no gradient for theirs."""
+    own: frozenset[int] = frozenset()
+    """The ids of those that are this rank's."""
+    speaks_for_own: bool = False
+    """Whether no rank before this one has the same of its own."""
 
 
 WHOLE = Shares(Reduction(spans_ranks=False), {})

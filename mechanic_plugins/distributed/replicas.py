@@ -7,7 +7,8 @@ ranks' sums differ, so their scales diverge, and with them the weights that all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mechanic_plugins.distributed.engines import live_objects
 from mechanic_plugins.distributed.reduction import WHOLE, Reduction, Shares, reachable_device
 
-__all__ = ["refuse_join", "shares_of_replicas"]
+__all__ = ["refuse_join", "said_by_owners", "shares_of_replicas"]
+
+T = TypeVar("T")
 
 
 def shares_of_replicas(params: Sequence[Tensor]) -> Shares:
@@ -35,9 +38,23 @@ def shares_of_replicas(params: Sequence[Tensor]) -> Shares:
     rows = _gathered(own, group, params[0].device)
     if not any(count for count, *_ in rows):
         return WHOLE
-    mine = rows[dist.get_rank(group)]
+    rank = dist.get_rank(group)
     weights = dict.fromkeys(map(id, params), 1 / len(rows))
-    return Shares(Reduction(group), {**weights, **dict.fromkeys(map(id, own), 1 / max(rows.count(mine), 1))})
+    own_weights = dict.fromkeys(map(id, own), 1 / max(rows.count(rows[rank]), 1))
+    return Shares(
+        Reduction(group),
+        {**weights, **own_weights},
+        has_local=True,
+        own=frozenset(id(p) for p in params if id(p) not in shared),
+        speaks_for_own=rows[rank] not in rows[:rank],
+    )
+
+
+def said_by_owners(mine: list[T], shares: Shares) -> list[T]:
+    """What the ranks say about their local parameters, once for each of these, in the same order on all ranks."""
+    told: list[Any] = [None] * dist.get_world_size(shares.reduction.group)
+    dist.all_gather_object(told, mine if shares.speaks_for_own else [], group=shares.reduction.group)
+    return list(chain(*told))
 
 
 def refuse_join(params: Sequence[Tensor]) -> None:

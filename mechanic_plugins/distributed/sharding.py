@@ -8,7 +8,7 @@ read off the parameters, never off the gradients: a rank without gradients must 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from mechanic_plugins.distributed.engines import live_objects
 from mechanic_plugins.distributed.reduction import WHOLE, Reduction, Shares
 from mechanic_plugins.distributed.replicas import refuse_join, shares_of_replicas
 
-__all__ = ["align_gradients", "is_dtensor", "is_fake", "local", "shares_of", "with_real_tensors"]
+__all__ = ["align_gradients", "fsdp1_handles", "is_dtensor", "is_fake", "local", "shares_of", "with_real_tensors"]
 
 _PLAIN = (torch.nn.Parameter, Tensor, type(None))
 """The common types, recognised without importing DTensor."""
@@ -125,19 +125,28 @@ def _dtensor_shards(p: Any) -> int:
 
 
 def _fsdp1_shards(ids: set[int]) -> dict[int, int]:
-    """The number of shards by id of the parameter. Parameters do not refer to FSDP1's handles."""
-    from torch.distributed.fsdp._flat_param import FlatParamHandle
-
+    """The number of shards by id of the parameter."""
     shards = {}
-    for handle in live_objects(lambda kind: kind is FlatParamHandle):
+    for handle, held in fsdp1_handles(ids):
         flat = handle.flat_param
-        held = [id(p) for p in (flat, *(flat._params or ()), *(flat._shared_params or ()))]
-        if ids.isdisjoint(held):  # belongs to another model
-            continue
         if any(extension is not None for extension in getattr(flat, "_param_extensions", ())):
             raise RuntimeError("FSDP1 over tensor-parallel parameters is not supported: use fully_shard (FSDP2).")
         shards.update(dict.fromkeys(held, handle.world_size if handle.uses_sharded_strategy else 1))
     return shards
+
+
+def fsdp1_handles(ids: set[int]) -> Iterator[tuple[Any, list[int]]]:
+    """FSDP1's handles of the parameters with these ids, and the ids of all that each handle holds.
+
+    Parameters do not refer to their handle.
+    """
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    for handle in live_objects(lambda kind: kind is FlatParamHandle):
+        flat = handle.flat_param
+        held = [id(p) for p in (flat, *(flat._params or ()), *(flat._shared_params or ()))]
+        if not ids.isdisjoint(held):  # or it belongs to another model
+            yield handle, held
 
 
 def _refuse_what_cannot_be_counted(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -34,7 +34,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """`mechanic_plugins.rule.decide.decide`: returns the tuners' new numbers and a table of one row per tuner.
 
-    The default rule's tuners must be past their `BEGINNING`, and the published ones must know their unit.
+    The default rule's tuners must have a scale, and the published ones must know their unit.
 
     Args:
         flat: The tuners' numbers, `Tuner.numbers` for each. While a CUDA graph is captured they are overwritten in

@@ -10,15 +10,9 @@ from typing import get_args
 import triton
 import triton.language as tl
 
-from mechanic_plugins.kernels.triton_default import (
-    default_has_outliers,
-    default_longest,
-    default_observe,
-    default_take_step,
-)
+from mechanic_plugins.kernels.triton_default import default_observe, default_outlier_factor
 from mechanic_plugins.kernels.triton_published import published_observe
 from mechanic_plugins.kernels.triton_tuner import (
-    _FULL_STEPS,
     _GG,
     _SCALE,
     _SKIPPED,
@@ -31,10 +25,9 @@ from mechanic_plugins.kernels.triton_tuner import (
 )
 from mechanic_plugins.rule.decide import CLIP_EPS
 from mechanic_plugins.rule.settings import Rule
-from mechanic_plugins.rule.tuner import AHEAD
 
 _RELATIVE = tl.constexpr(get_args(Rule).index("relative"))
-_CLIP_EPS, _AHEAD = map(tl.constexpr, (CLIP_EPS, AHEAD))
+_CLIP_EPS = tl.constexpr(CLIP_EPS)
 _MAX_SCALE, _MAX_GRAD_NORM = map(tl.constexpr, (0, 1))
 """Places in `mechanic_plugins.kernels.gpu_tuner.constants_on`."""
 _SCALES = tl.constexpr(5)
@@ -58,10 +51,8 @@ def tuner_kernel(
     if CLIPS:
         clip = tl.minimum(tl.load(constants + _MAX_GRAD_NORM) / (tl.sqrt(tl.sum(squares)) + _CLIP_EPS), 1.0)
     has_gradients = tl.load(sums + tuners * _SUMS) != 0
-    is_finite = is_sound
     if RULE == _RELATIVE:
-        has_outliers = default_has_outliers(old, clip * clip * squares, tuners, WIDTH, NUMBERS)
-        is_sound = is_finite & (has_outliers == 0)
+        clip *= default_outlier_factor(old, squares, tuners, clip, WIDTH, NUMBERS)
     made = has_gradients & is_sound
     moves = made & (not HOLD)
     sums += program * _SUMS
@@ -70,28 +61,20 @@ def tuner_kernel(
     lane = tl.arange(0, LANES)
     row = tl.load(old + lane, lane < FLOATS, 0.0)
     lr, old_scale = tl.load(lrs + program), tl.load(old + _SCALE)
-    top_lr = tl.load(old + _TOP_LR)
-    whole_lr = tl.where((lr > top_lr) & (top_lr > 0), lr + (lr - top_lr) * _AHEAD, tl.maximum(lr, top_lr))
-    top_lr = tl.maximum(top_lr, lr)
+    top_lr = tl.maximum(tl.load(old + _TOP_LR), lr)
     if RULE == _RELATIVE:
-        norm = tl.sqrt(clip * clip * tl.where(is_finite, tl.load(sums + _GG), 0.0))
-        row = default_longest(row, lane, old, norm, has_gradients & is_finite)
-        row, scale = default_observe(row, lane, old, sums, clip, lr, whole_lr, moves)
+        row, scale = default_observe(row, lane, old, sums, clip, lr, top_lr, made, moves)
         if CAPPED:
             scale = tl.minimum(scale, tl.load(constants + _MAX_SCALE))
     else:
         row, scale = published_observe(row, lane, old, new, sums, clip, constants, moves, RULE, CAPPED, n, N)
     scale = tl.where(moves, scale, old_scale)
-    if RULE == _RELATIVE:
-        row = default_take_step(row, lane, old, scale, lr, made)
     steps = tl.load(old + _STEPS) + tl.where(made, 1.0, 0.0)
     row = _with(row, lane, _SCALE, scale, made)
     row = _with(row, lane, _TOP_LR, top_lr, made)
     row = _with(row, lane, _STEPS, steps, made)
     row = _with(row, lane, _SUM_SCALE_LR, tl.load(old + _SUM_SCALE_LR) + scale * lr, made)
     row = _with(row, lane, _SUM_LR, tl.load(old + _SUM_LR) + lr, made & (scale > 0))
-    full = tl.load(old + _FULL_STEPS) + tl.where(whole_lr > 0, lr / tl.where(whole_lr > 0, whole_lr, 1.0), 0.0)
-    row = _with(row, lane, _FULL_STEPS, full, made & (scale > 0))
     row = _with(row, lane, _SKIPPED, tl.load(old + _SKIPPED) + 1.0, has_gradients & (is_sound == 0))
     tl.store(new + lane, row, lane < FLOATS)
     table += program * _SCALES

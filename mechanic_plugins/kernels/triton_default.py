@@ -1,4 +1,4 @@
-"""The default rule on a GPU: `mechanic_plugins.rule.default`, after the beginning of a run, which is left to the host.
+"""The default rule on a GPU: `mechanic_plugins.rule.default`. The steps that are measured are left to the host.
 
 `mechanic_plugins.kernels.triton_decide` puts these functions into its kernel.
 """
@@ -9,99 +9,88 @@ import triton
 import triton.language as tl
 
 from mechanic_plugins.kernels.triton_tuner import (
-    _DD,
     _DG,
     _DP,
     _GG,
     _GRADIENTS,
-    _LONGEST,
     _SCALE,
     _SIGNAL,
-    _SUM_LR,
-    _SUM_SCALE_LR,
     _with,
 )
 from mechanic_plugins.rule import default
 from mechanic_plugins.rule.default import DefaultTuner
 
-_PRIOR, _POWER, _GAIN, _START = map(tl.constexpr, (default.PRIOR, default.POWER, default.GAIN, default.START))
-_WINDOW, _OUTLIER, _FAR = map(tl.constexpr, (default.WINDOW, default.OUTLIER, default.FAR))
-
-_SIZE, _TRAINED, _LENGTH, _PATH, _Z_SUM, _Z_SQUARES, _Z_COUNT = (
+_TARGET, _RAMP, _WINDOW, _PATIENCE, _TOP, _FALL, _FALLEN, _CLIP = map(
+    tl.constexpr,
+    (
+        default.TARGET, default.RAMP, default.WINDOW, default.PATIENCE, default.TOP, default.FALL, default.FALLEN,
+        default.CLIP,
+    ),
+)  # fmt: skip
+_CHANGE_SQUARE, _NORM_SQUARE, _FULL_STEPS, _EVIDENCE, _BONUS, _Z_SQUARES, _Z_COUNT, _G_SQUARES, _G_COUNT = (
     tl.constexpr(DefaultTuner.floats().index(name))
-    for name in ("size", "trained", "length", "path", "z_sum", "z_squares", "z_count")
-)
+    for name in (
+        "change_square", "norm_square", "full_steps", "evidence", "bonus", "z_squares", "z_count", "g_squares",
+        "g_count",
+    )
+)  # fmt: skip
 
 
 @triton.jit
-def default_observe(row, lane, old, sums, clip, lr, whole_lr, moves):
-    """`DefaultTuner.observe`: returns the row and the next scale."""
-    scale, path, dd = tl.load(old + _SCALE), tl.load(old + _PATH), tl.load(sums + _DD)
-    has_scale, has_path = scale > 0, path > 0
+def default_observe(row, lane, old, sums, clip, lr, top_lr, made, moves):
+    """`DefaultTuner.observe` and the gradients' norms: returns the row and the next scale."""
+    scale, square = tl.load(old + _SCALE), clip * clip * tl.load(sums + _GG)
+    has_scale, counts = scale > 0, moves & (square > 0) & (top_lr > 0)
+    decay = 1.0 - 1.0 / tl.full([], _WINDOW, tl.float64)
+    g_squares, g_count = decay * tl.load(old + _G_SQUARES) + square, decay * tl.load(old + _G_COUNT) + 1.0
+    is_seen = made & (square > 0) & (moves | (lr > 0))
+    row = _with(row, lane, _G_SQUARES, g_squares, is_seen)
+    row = _with(row, lane, _G_COUNT, g_count, is_seen)
     slope = clip * tl.load(sums + _DG) + tl.load(sums + _DP)
-    counts = moves & (clip * clip * tl.load(sums + _GG) > 0)
-    weight = lr / tl.where(whole_lr > 0, whole_lr, 1.0)
     row = _with(row, lane, _SIGNAL, slope / tl.where(has_scale, scale, 1.0), moves)
-    row, rho = _weigh_evidence(row, lane, old, -slope, tl.where(has_scale, weight, 0.0), counts)
-    length = _update_length(old, dd, weight, whole_lr)
-    row = _with(row, lane, _LENGTH, length, counts)
-    row = _with(row, lane, _GRADIENTS, tl.load(old + _GRADIENTS) + 1.0, counts)
-    trained, unit = tl.load(old + _TRAINED), whole_lr * length
-    moved = tl.where(has_scale & has_path, tl.sqrt(dd / tl.where(trained > 0, trained, 1.0)), 0.0)
-    size = tl.maximum(tl.load(old + _SIZE), moved / _FAR)
-    prior = size * _PRIOR * tl.exp(tl.log(trained) * _POWER) / tl.where(unit > 0, unit, 1.0)
-    return row, tl.where(counts & (unit > 0), prior * tl.exp(rho * _GAIN), scale)
+    gradients = tl.load(old + _GRADIENTS) + 1.0
+    row = _with(row, lane, _GRADIENTS, gradients, counts)
+    ramp = tl.minimum(gradients / _RAMP, 1.0)
+    weight = ramp * lr / tl.where(top_lr > 0, top_lr, 1.0)
+    full_steps = tl.load(old + _FULL_STEPS)
+    row, lift = _weigh_evidence(row, lane, old, slope, weight, full_steps, lr < top_lr * _FALLEN, counts & has_scale)
+    change_square, norm_square = tl.load(old + _CHANGE_SQUARE), tl.load(old + _NORM_SQUARE)
+    is_known = counts & (change_square > 0)
+    row = _with(row, lane, _FULL_STEPS, full_steps + weight, is_known)
+    growth = tl.where(norm_square > 0, g_squares / g_count / tl.where(norm_square > 0, norm_square, 1.0), 1.0)
+    change = tl.sqrt(change_square * tl.maximum(growth, 1.0)) * top_lr
+    next_scale = ramp * _TARGET / tl.where(is_known, change, 1.0) * tl.exp(lift)
+    return row, tl.where(is_known, next_scale, scale)
 
 
 @triton.jit
-def _weigh_evidence(row, lane, old, z, weight, counts):
-    """The moving sums of z, and rho. A step that says nothing has a weight of 0."""
-    sum_lr, sum_scale_lr = tl.load(old + _SUM_LR), tl.load(old + _SUM_SCALE_LR)
-    share = tl.load(old + _SCALE) * sum_lr / tl.where(sum_scale_lr > 0, sum_scale_lr, 1.0)
-    evidence = weight * tl.where(sum_scale_lr > 0, tl.minimum(share, 1.0), 1.0)
-    decay = 1.0 - evidence / _WINDOW
-    z_sum = decay * tl.load(old + _Z_SUM) + evidence * z
-    z_squares = decay * tl.load(old + _Z_SQUARES) + evidence * z * z
-    row = _with(row, lane, _Z_SUM, z_sum, counts)
+def _weigh_evidence(row, lane, old, slope, weight, full_steps, has_fallen, counts):
+    """The moving sums of z, and the logarithm of the scale's correction."""
+    evidence, bonus = tl.load(old + _EVIDENCE), tl.load(old + _BONUS)
+    share, decay = weight / (full_steps + _PATIENCE), 1.0 - weight / _WINDOW
+    z_squares = decay * tl.load(old + _Z_SQUARES) + weight * slope * slope
+    z_count = decay * tl.load(old + _Z_COUNT) + weight
+    has_energy = z_squares > 0
+    q = -slope * tl.sqrt(z_count / tl.where(has_energy, z_squares, 1.0))
+    q = tl.minimum(tl.maximum(q, -1.0), 1.0) + tl.where(has_fallen, 0.0, tl.zeros_like(q) + _TOP)
+    evidence = tl.where(counts, evidence + tl.where(has_energy, share * q, 0.0), evidence)
+    bonus = tl.where(counts, tl.where(has_fallen, bonus + share * _FALL, 0.0), bonus)
     row = _with(row, lane, _Z_SQUARES, z_squares, counts)
-    row = _with(row, lane, _Z_COUNT, decay * tl.load(old + _Z_COUNT) + evidence, counts)
-    energy = z_squares * _WINDOW
-    return row, tl.where(energy > 0, z_sum / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
+    row = _with(row, lane, _Z_COUNT, z_count, counts)
+    row = _with(row, lane, _EVIDENCE, evidence, counts)
+    row = _with(row, lane, _BONUS, bonus, counts)
+    return row, evidence + bonus
 
 
 @triton.jit
-def _update_length(old, dd, weight, whole_lr):
-    """U: averaged over the run, or measured while there is no scale."""
-    length, path = tl.load(old + _LENGTH), tl.load(old + _PATH)
-    has_scale, has_path = tl.load(old + _SCALE) > 0, path > 0
-    path = tl.where(has_path, path, 1.0)
-    steps_so_far = tl.load(old + _SUM_LR) / tl.where(whole_lr > 0, whole_lr, 1.0)
-    steps = steps_so_far + weight
-    square = (steps_so_far * (length * length) + weight * dd / path) / tl.where(steps > 0, steps, 1.0)
-    measured = tl.sqrt(dd / path) * _START
-    return tl.where(has_path, tl.where(has_scale, tl.sqrt(square), measured), length)
-
-
-@triton.jit
-def default_take_step(row, lane, old, scale, lr, made):
-    """`DefaultTuner.take_step`: lengthens the path."""
-    starts = (tl.load(old + _SCALE) == 0) & ((scale > 0) | (lr > 0))
-    step = tl.where(scale > 0, scale, 1.0) * lr
-    return _with(row, lane, _PATH, tl.where(starts, 0.0, tl.load(old + _PATH)) + step * step, made)
-
-
-@triton.jit
-def default_longest(row, lane, old, norm, is_seen):
-    """The part of `DefaultTuner.is_outlier` that remembers the longest gradient."""
-    longest = tl.load(old + _LONGEST)
-    limit = longest * _OUTLIER
-    seen = tl.where(limit > 0, tl.minimum(norm, limit), norm)
-    return _with(row, lane, _LONGEST, tl.maximum(longest, seen), is_seen)
-
-
-@triton.jit
-def default_has_outliers(old, squares, tuners, WIDTH: tl.constexpr, NUMBERS: tl.constexpr):
-    """Whether any tuner's gradient is far longer than all before it."""
+def default_outlier_factor(old, squares, tuners, clip, WIDTH: tl.constexpr, NUMBERS: tl.constexpr):
+    """`decide._outlier_factor`: shortens gradients that are far longer than the last ones."""
     every = tl.arange(0, NUMBERS)
-    limits = tl.load(old + every * WIDTH + _LONGEST, every < tuners, 0.0) * _OUTLIER
-    return tl.sum(tl.where((limits > 0) & (tl.sqrt(squares) > limits), 1, 0)) > 0
+    mine = every < tuners
+    counts = tl.load(old + every * WIDTH + _G_COUNT, mine, 0.0)
+    means = tl.load(old + every * WIDTH + _G_SQUARES, mine, 0.0) / tl.where(counts > 0, counts, 1.0)
+    has_first = tl.sum(tl.where(mine & (counts == 0) & (squares > 0), 1, 0)) > 0
+    limit = tl.sqrt(tl.sum(tl.where(mine & (counts > 0), means, 0.0))) * _CLIP
+    norm = clip * tl.sqrt(tl.sum(squares))
+    is_outlier = (has_first == 0) & (limit > 0) & (norm > limit)
+    return tl.where(is_outlier, limit / tl.where(norm > 0, norm, 1.0), 1.0)

@@ -12,11 +12,10 @@ from mechanic_plugins.rule.tuner import Tuner
 _SUMS = tl.constexpr(WIDTH)
 _DG, _GG, _XX, _DX, _DD, _DP = (tl.constexpr(Sums._fields.index(name)) for name in ("dg", "gg", "xx", "dx", "dd", "dp"))
 
-_SCALE, _SIGNAL, _UNIT, _TOP_LR, _GRADIENTS, _LONGEST, _SUM_SCALE_LR, _SUM_LR, _FULL_STEPS, _STEPS, _SKIPPED = (
+_SCALE, _SIGNAL, _UNIT, _TOP_LR, _GRADIENTS, _SUM_SCALE_LR, _SUM_LR, _STEPS, _SKIPPED = (
     tl.constexpr(Tuner.floats().index(name))
     for name in (
-        "scale", "signal", "unit", "top_lr", "gradients", "longest", "sum_scale_lr", "sum_lr", "full_steps", "steps",
-        "skipped",
+        "scale", "signal", "unit", "top_lr", "gradients", "sum_scale_lr", "sum_lr", "steps", "skipped",
     )
 )  # fmt: skip
 """A rule's own numbers come after these."""

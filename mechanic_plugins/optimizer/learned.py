@@ -24,6 +24,11 @@ class Learned:
     tuners: list[Tuner]
     """Out of date while `flat` is set, but for `top_lr`: ask `wait_for_tuners`."""
     course: Course = field(default_factory=dict)
+    calls: int = 0
+    """How many steps were made since the run began or started over, which says which ones are measured.
+
+    Those at a learning rate of 0 are left out, and those that were skipped unless a GPU has decided about them.
+    """
     frozen: bool = False
     released: bool = False
     """Frozen for good: nothing of a parameter's shape is kept."""

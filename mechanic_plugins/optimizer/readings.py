@@ -14,6 +14,7 @@ from torch import Tensor
 from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.optimizer.learned import Learned, on
 from mechanic_plugins.optimizer.skips import Skips
+from mechanic_plugins.rule.default import PATIENCE, TOP, DefaultTuner
 from mechanic_plugins.rule.settings import Settings
 from mechanic_plugins.rule.sums import WIDTH, Sums, gradient_norm
 
@@ -26,7 +27,7 @@ _DD = Sums._fields.index("dd")
 class TunerState(NamedTuple):
     """The tuner's state, for research: n-vectors, or one row per param group. The default rule has n = 1.
 
-    With the default rule, s is the scale, and r, v and m are the moving sums of z, z^2 and the steps.
+    With the default rule, s is the scale, r the evidence, and v and m are the moving sums of z^2 and the steps.
     """
 
     s: Tensor
@@ -37,7 +38,7 @@ class TunerState(NamedTuple):
 
 
 _LISTS = ("s", "r", "m", "v")
-_OF_DEFAULT = ("scale", "z_sum", "z_count", "z_squares")
+_OF_DEFAULT = ("scale", "evidence", "z_count", "z_squares")
 
 
 class Readings:
@@ -66,8 +67,8 @@ class Readings:
     def learned(self) -> Tensor:
         """`learned_lrs` as a tensor, without waiting for the device."""
         learned, groups = self._learned, self.param_groups
-        far, steps, tops = (learned.column(name, self._device) for name in ("sum_scale_lr", "full_steps", "top_lr"))
-        means = torch.where((steps > 0) & (tops > 0), far / steps.clamp(min=1e-300) / tops.clamp(min=1e-300), 0.0)
+        far, long, tops = (learned.column(name, self._device) for name in ("sum_scale_lr", "sum_lr", "top_lr"))
+        means = torch.where(long > 0, far / long.clamp(min=1e-300), 0.0)
         owners, course = [self._tuner_of(group) for group in groups], learned.course
         peaks = [course.get(index, (0.0, 0.0))[1] if course else tops[owner] for index, owner in enumerate(owners)]
         return torch.stack([means[owner] * peak for owner, peak in zip(owners, peaks, strict=True)])
@@ -141,7 +142,7 @@ class Readings:
 
     @property
     def moved(self) -> Tensor:
-        """The distance of the weights from their start at the last step, as a fraction of their size: a 0-dim tensor.
+        """The distance of the weights from where they started, at the last step: a 0-dim tensor.
 
         0 before the first move. NaN where it is unknown: between a load and the next step, after
         `freeze(release=True)`, and with a published rule.
@@ -152,9 +153,32 @@ class Readings:
             return unknown
         if sums is None:
             return torch.where(learned.column("steps", self._device)[0] > 0, math.nan, 0.0)
-        whole = (learned.column("size", self._device).square() * learned.column("trained", self._device)).sum()
-        far = sums[_DD:-1:WIDTH].sum() if isinstance(sums, Tensor) else sum(sums[_DD:-1:WIDTH])
-        return torch.where(whole > 0, far / whole, whole).sqrt()
+        if isinstance(sums, Tensor):
+            return sums[_DD:-1:WIDTH].sum().sqrt()
+        return on(self._device, [math.sqrt(max(sum(sums[_DD:-1:WIDTH]), 0.0))])[0]
+
+    @property
+    def path(self) -> float:
+        """The sum of the steps' changes of the median layer, as shares of its size. Synchronises with the device.
+
+        With `scope="group"`, the largest one. NaN with a published rule.
+        """
+        tuners = [tuner for tuner in self._learned.wait_for_tuners() if isinstance(tuner, DefaultTuner)]
+        return max((tuner.sum_scale_lr * math.sqrt(tuner.change_square) for tuner in tuners), default=math.nan)
+
+    @property
+    def agreement(self) -> float:
+        """The evidence as a share of what it would be had all steps been favourable. Synchronises with the device.
+
+        With `scope="group"`, the largest one. NaN before there is any, and with a published rule.
+        """
+        tuners = [tuner for tuner in self._learned.wait_for_tuners() if isinstance(tuner, DefaultTuner)]
+        shares = [
+            tuner.evidence / ((1 + TOP) * math.log1p(tuner.full_steps / PATIENCE))
+            for tuner in tuners
+            if tuner.full_steps > 0
+        ]
+        return max(shares, default=math.nan)
 
     def metrics(self) -> dict[str, float]:
         """What to log, as Python floats. Synchronises with the device once."""

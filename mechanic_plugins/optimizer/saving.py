@@ -46,9 +46,9 @@ Groups = Sequence[Mapping[str, Any]]
 KEY = PREFIX + "tuner"
 FORMAT = 1
 """Raised when a version writes what earlier ones cannot read."""
-_KEYS = {"format", "settings", "tuners", "tuner", "frozen", "released", "last_lr", "peak_lr"}
-_MAY_BE_NEGATIVE = ("signal", "s", "r", "q", "z_sum")
-_SQUARES = ("v", "path", "z_squares")
+_KEYS = {"format", "settings", "tuners", "tuner", "calls", "frozen", "released", "last_lr", "peak_lr"}
+_MAY_BE_NEGATIVE = ("signal", "s", "r", "q", "evidence")
+_SQUARES = ("v", "change_square", "norm_square", "z_squares", "g_squares")
 """The square of any other number has to be finite."""
 _REMEDY = (
     f"Load another checkpoint, or remove the keys that start with {PREFIX!r} from its param groups to let Mechanic "
@@ -67,6 +67,7 @@ def texts(learned: Learned, groups: int) -> list[str]:
             "settings": settings,
             "tuners": len(tuners),
             "tuner": vars(tuners[index if len(tuners) > 1 else 0]),
+            "calls": learned.calls,
             "frozen": learned.frozen,
             "released": learned.released,
             "last_lr": learned.course[index][0] if index in learned.course else None,
@@ -90,11 +91,12 @@ def read(groups: Groups, settings: Settings) -> tuple[Learned, str | None]:
     # a callback may have copied some groups earlier than others, such as Lightning's finetuning: the latest one counts
     latest = max(range(len(found)), key=lambda index: tuners[index].steps)
     same = [each for each, tuner in zip(found, tuners, strict=True) if tuner.steps == tuners[latest].steps]
-    for name in ("settings", "frozen", "released", *(["tuner"] if wanted == 1 else [])):
+    for name in ("settings", "calls", "frozen", "released", *(["tuner"] if wanted == 1 else [])):
         if any(content[name] != found[latest][name] for content in same):
             raise ValueError(f"the checkpoint's param groups contradict each other in {name}: it is damaged. {_REMEDY}")
     learned = Learned(settings, tuners if settings.scope == "group" else [tuners[latest]])
     learned.frozen, learned.released = found[latest]["frozen"], found[latest]["released"]
+    learned.calls = found[latest]["calls"]
     for index, content in enumerate(found):
         lrs = [_number(index, name, content[name]) for name in ("last_lr", "peak_lr") if content[name] is not None]
         if len(lrs) == 1 or (lrs and (lrs[0] > 0) != (lrs[1] > 0)):
@@ -160,10 +162,12 @@ def _content(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
         )
     if found != FORMAT or not _KEYS <= content.keys():
         raise _damaged(index, KEY, text, f"format {FORMAT} with {', '.join(sorted(_KEYS))}")
-    kinds = {"settings": dict, "tuner": dict, "tuners": int, "frozen": bool, "released": bool}
+    kinds = {"settings": dict, "tuner": dict, "tuners": int, "calls": int, "frozen": bool, "released": bool}
     for name, kind in kinds.items():
         if not isinstance(content[name], kind):
             raise _damaged(index, name, content[name], f"a {kind.__name__}")
+    if content["calls"] < 0 or isinstance(content["calls"], bool):
+        raise _damaged(index, "calls", content["calls"], "a number of steps")
     return dict(content)
 
 

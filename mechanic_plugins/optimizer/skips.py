@@ -12,10 +12,7 @@ from mechanic_plugins.distributed.sharding import local
 
 __all__ = ["Skips"]
 
-_NOWHERE = (
-    "a gradient was not finite, or more than 100 times as long as any before it, or so large that its square was not "
-    "finite (1.8e19 in float32), on this rank or another"
-)
+_NOWHERE = "a gradient was not finite, or so large that its square was not (1.8e19 in float32), on this rank or another"
 _BAD_WEIGHTS = (
     "Every step will be skipped until those weights are finite: load them from a checkpoint. Store masks of "
     "-inf as buffers, not as parameters."

@@ -21,7 +21,9 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from mechanic_plugins.distributed.engines import refuse_unattached
-from mechanic_plugins.distributed.reduction import Reduction, Shares
+from mechanic_plugins.distributed.layout import as_matrix, layout_of
+from mechanic_plugins.distributed.reduction import WHOLE, Shares
+from mechanic_plugins.distributed.replicas import said_by_owners
 from mechanic_plugins.distributed.sharding import align_gradients, local, shares_of
 from mechanic_plugins.kernels import gpu_tuner, triton_support
 from mechanic_plugins.kernels.cuda import is_capturing
@@ -37,16 +39,17 @@ from mechanic_plugins.optimizer.refusals import (
 )
 from mechanic_plugins.optimizer.wrapper import IN_USE, Wrapper
 from mechanic_plugins.rule.decide import Decision, clip_factor, decide, new_tuners
-from mechanic_plugins.rule.default import BEGINNING, FAR, OUTLIER, DefaultTuner
+from mechanic_plugins.rule.default import TOO_LONG, DefaultTuner, is_due
 from mechanic_plugins.rule.schedule import Course, begin, follow, has_lr_zero, scheduled_lr, with_new_top
 from mechanic_plugins.rule.sums import WIDTH, Sums
 from mechanic_plugins.rule.tuner import Tuner
 from mechanic_plugins.weights.host_sums import batches_of_parts, sums_of
 from mechanic_plugins.weights.masters import are_usable
+from mechanic_plugins.weights.measurement import Measurement, median_change
 from mechanic_plugins.weights.on_device import DevicePlan, can_be_told, can_fuse
 from mechanic_plugins.weights.on_host import HostPlan
 from mechanic_plugins.weights.plan import Closure, Entry, Group, Plan
-from mechanic_plugins.weights.slots import MASTER, REF, is_16_bit
+from mechanic_plugins.weights.slots import REF, is_16_bit
 from mechanic_plugins.weights.step_base import is_observed
 
 __all__ = ["MechanicOptimizer", "is_called_by"]
@@ -54,6 +57,8 @@ __all__ = ["MechanicOptimizer", "is_called_by"]
 _PLANS = 64
 """How many plans are kept: one for each set of parameters that moves."""
 _DD = Sums._fields.index("dd")
+_FAR_OFF = 100.0
+"""If the second gradient is this many times as long or as short as the first, the run starts over."""
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +88,7 @@ class MechanicOptimizer(Wrapper):
     @_disable_dynamo  # torch.compile leaves the step alone: its passes, or the base's, are compiled already
     @hooked
     def step(self, closure: Closure | None = None) -> Any:
-        """Steps the base at the learned scale. A step with outliers, non-finite gradients or none changes nothing.
+        """Steps the base at the learned scale. A step with non-finite gradients or none changes nothing.
 
         With `max_grad_norm`, base and tuner see clipped gradients, as if `torch.nn.utils.clip_grad_norm_` had been
         called first. The `.grad` tensors themselves may or may not be scaled afterwards.
@@ -110,13 +115,16 @@ class MechanicOptimizer(Wrapper):
             torch._C._set_grad_enabled(had_grad)
 
     def _train(self, params: Sequence[Tensor], closure: Closure | None) -> Any:
-        learned = self._learned
+        learned, calls = self._learned, self._learned.calls
         if self._given is not None:  # an engine has decided for all ranks
             return self._plan(learned, params).move(self._given, closure) if self._given.is_made else None
-        plan = self._plan(learned, params)
-        if self._known_shares is None or self._known_shares[0] is not params:
-            self._known_shares = params, self._count_shares(params)
-        reduction = self._known_shares[1].reduction
+        is_measured = self.is_step_measured
+        plan = self._plan(learned, params, on_host=is_measured)
+        shares = self._shares(params)
+        reduction = shares.reduction
+        if self._slots.is_default and not (plan.is_complete or shares.has_local):
+            self._restart_if_layers_are_new(learned, plan)
+            is_measured = self.is_step_measured
         if plan.decides_on_device:
             decision = self._decide_on_device(learned, reduction(plan.sums(learned.tuners)))
             if decision is None:
@@ -124,22 +132,28 @@ class MechanicOptimizer(Wrapper):
         else:
             tuners = learned.tuners if learned.flat is None else learned.wait_for_tuners()
             sums = reduction.of_floats(plan.sums(tuners))
-            if tuners[0].gradients <= 1 and self._was_false_start(tuners, sums):
+            if tuners[0].scale == 0 and self._was_false_start(tuners, sums):
                 self._forget_start(learned)
                 return self._train(params, closure)
             decision = self._decide(learned, sums)
             if not decision.is_made:
                 return None
-        before = learned.tuners
+        measurements = self._begin_measurement(params, shares, decision) if is_measured else []
         try:
             result = plan.move(decision, closure)
         except BaseException:
             if reduction.spans_ranks:  # the other ranks, which decide together with this one, have moved on
                 learned.tuners, learned.flat = decision.tuners, decision.flat
+                if is_measured:  # they wait for this rank's part
+                    self._end_measurement(measurements, plan, decision)
+            else:
+                learned.calls = calls
             raise
         learned.tuners, learned.flat = decision.tuners, decision.flat
-        if self._watched and learned.flat is None:
-            self._undo_jump(learned, before, reduction)
+        if is_measured:
+            self._end_measurement(measurements, plan, decision)
+        if learned.flat is None and learned.captured is not None:  # replays of the graph go on from here
+            learned.on_device(learned.captured.device)
         return result
 
     # ---------------------------------------------------------------- the decision
@@ -160,10 +174,10 @@ class MechanicOptimizer(Wrapper):
         if learned.entry is not IN_USE:
             self._mark_in_use()
         if decision.is_made:
-            learned.course = course
+            learned.course, learned.calls = course, learned.calls + any(lrs)  # not at a learning rate of 0
             return decision
         for tuner, counted in zip(learned.tuners, decision.tuners, strict=True):
-            tuner.skipped, tuner.longest = counted.skipped, counted.longest
+            tuner.skipped = counted.skipped
         if tuner.skipped > 0:
             self._warn_of_skips(int(tuner.steps), int(tuner.skipped))
         return decision
@@ -185,7 +199,7 @@ class MechanicOptimizer(Wrapper):
         lrs, course, holds = self._schedule(learned, learned.tuners)
         if lrs is None:
             return None
-        flat, learned.course = learned.on_device(sums.device), course
+        flat, learned.course, learned.calls = learned.on_device(sums.device), course, learned.calls + 1
         for tuner, lr in zip(learned.tuners, lrs, strict=True):
             tuner.top_lr = max(tuner.top_lr, 0.0 if isinstance(lr, Tensor) else lr)
         new, table = gpu_tuner.launch(
@@ -228,10 +242,10 @@ class MechanicOptimizer(Wrapper):
 
     # ---------------------------------------------------------------- the plan
 
-    def _plan(self, learned: Learned, params: Sequence[Tensor]) -> Plan:
+    def _plan(self, learned: Learned, params: Sequence[Tensor], *, on_host: bool = False) -> Plan:
         """The plan of an earlier step with the same moving parameters, if it is still valid, else a new one."""
         by_gpu = False
-        if params and params[0].device.type in triton_support.DEVICES:
+        if params and not on_host and params[0].device.type in triton_support.DEVICES:
             by_gpu = self._gpu_may_decide(learned, local(params[0]).device)
         key = learned.released, by_gpu, *[id(p) for p in params if p.grad is not None or p.requires_grad]
         plan = self._plans.get(key)
@@ -273,16 +287,15 @@ class MechanicOptimizer(Wrapper):
             return False
         may = self.backend != "foreach" and triton_support.can_run(device)
         active = {self._tuner_of(g) for g in self.param_groups if any(p.requires_grad for p in g["params"])}
-        needed = max(BEGINNING, self._watched)
         if may and not active <= self._begun:
             for index, tuner in enumerate(learned.wait_for_tuners()):
-                if (tuner.scale > 0 and tuner.gradients >= needed) if self._slots.is_default else tuner.unit > 0:
+                if tuner.scale > 0 if self._slots.is_default else tuner.unit > 0:
                     self._begun.add(index)
             may = active <= self._begun
         if not may and is_capturing(device):
             raise RuntimeError(
                 "the step can be captured in a CUDA graph once the scale is known: make "
-                f"{needed} steps with a gradient before the capture."
+                "two steps with a gradient before the capture."
             )
         return may
 
@@ -291,11 +304,7 @@ class MechanicOptimizer(Wrapper):
 
         Parameters with requires_grad=False stay where they are and are not counted.
         """
-        weights = dict[int, float]()
-        if self._given is None:
-            if self._known_shares is None or self._known_shares[0] is not params:
-                self._known_shares = params, self._count_shares(params)
-            weights = self._known_shares[1].weights
+        weights = self._shares(params).weights if self._given is None else {}
         align_gradients(params)
         entries = []
         for group in self.param_groups:
@@ -309,6 +318,12 @@ class MechanicOptimizer(Wrapper):
                 if p.grad is not None or (self._slots.main in known and p.requires_grad):
                     entries.append(Entry(p, group, index, weights.get(id(p), 1.0)))
         return entries
+
+    def _shares(self, params: Sequence[Tensor]) -> Shares:
+        """How these parameters are counted; found out once."""
+        if self._known_shares is None or self._known_shares[0] is not params:
+            self._known_shares, self._layout = (params, self._count_shares(params)), None
+        return self._known_shares[1]
 
     def _count_shares(self, params: Sequence[Tensor]) -> Shares:
         refuse_mixed_groups(self.param_groups)
@@ -336,6 +351,101 @@ class MechanicOptimizer(Wrapper):
         otherwise = again if self._max_grad_norm is None else refuse
         return lambda: cached.pop() if cached else otherwise(), loss
 
+    # ---------------------------------------------------------------- how much a step changes the layers
+
+    @property
+    def is_step_measured(self) -> bool:
+        """Whether the next step is one of those that the default rule measures. The same on all ranks.
+
+        So is each one until the first measurement of a tuner whose gradients came late. A step that the user captures
+        in a CUDA graph is none: measuring waits for the device.
+        """
+        learned = self._learned
+        if not self._slots.is_default or learned.frozen:
+            return False
+        if not is_due(learned.calls + 1):
+            unknown = [tuner for tuner in learned.tuners if tuner.scale == 0] if learned.flat is None else []
+            if not any(isinstance(tuner, DefaultTuner) and tuner.waits_for_measurement for tuner in unknown):
+                return False
+        return not any(map(is_capturing, {local(p).device for p in self._params()}))
+
+    def _restart_if_layers_are_new(self, learned: Learned, plan: Plan) -> None:
+        """Starts the tuners over whose matrices get their first gradient late, such as a body that is unfrozen."""
+        state, main = self.state, self._slots.main
+        fresh = {
+            entry.tuner_index
+            for entry in plan.entries
+            if main not in state.get(entry.param, ()) and min(as_matrix(entry.param.shape)) > 1
+        }
+        tuners = learned.wait_for_tuners()
+        if learned.frozen or not any(tuners[index].scale > 0 for index in fresh):
+            return
+        learned.tuners, learned.flat, learned.calls = [tuner.copy() for tuner in tuners], None, 0
+        for tuner in (learned.tuners[index] for index in fresh):
+            assert isinstance(tuner, DefaultTuner)
+            tuner.restart()
+
+    def _begin_measurement(self, params: Sequence[Tensor], shares: Shares, decision: Decision) -> list[Measurement]:
+        """Looks at the layers before a step that is measured; apart at those that are this rank's alone."""
+        moved = [decision.old_scales[self._tuner_of(group)] > 0 for group in self.param_groups for _ in group["params"]]
+        has_moved = dict(zip(map(id, params), moved, strict=True))
+        common = [p for p in params if id(p) not in shares.own]
+        if self._layout is None:
+            self._layout = layout_of(common) if self.layout_by_engine is None else self.layout_by_engine()
+        parts = [(common, self._layout, shares)]
+        if shares.has_local and len(common) < len(params):
+            own = [p for p in params if id(p) in shares.own]
+            parts.append((own, layout_of(own), WHOLE))
+        return [Measurement(self.base, *part, has_moved=[has_moved[id(p)] for p in part[0]]) for part in parts]
+
+    def _end_measurement(self, measurements: Sequence[Measurement], plan: Plan, decision: Decision) -> None:
+        """Compares the layers with what they were before the step. Absurdly long steps are taken back."""
+        params = self._params()
+        shares, layout, unapplied = self._shares(params), self._layout, plan.unapplied
+        assert layout is not None
+        plan.unapplied = {}
+        tuner_of = {id(p): self._tuner_of(group) for group in self.base.param_groups for p in group["params"]}
+        common = [p for p in params if id(p) not in shares.own]
+        changes = measurements[0].changes(unapplied)
+        owners = [tuner_of[id(common[owner])] for owner in layout.owners]
+        if shares.has_local:  # each rank measures its own
+            own = [p for p in params if id(p) in shares.own]
+            found = [change for measurement in measurements[1:] for change in measurement.changes(unapplied)]
+            for change, owner in said_by_owners([*zip(found, (tuner_of[id(p)] for p in own), strict=True)], shares):
+                changes.append(change)
+                owners.append(owner)
+        for index in self.note_changes(changes, owners, decision):
+            if self.shares_by_engine is not None:  # which holds copies of the weights
+                continue
+            for measurement in measurements:
+                measurement.take_back(p for p in params if tuner_of[id(p)] == index)
+            if self._learned.calls == 1:  # of layers that are trained from now on, nothing was known
+                continue
+            warnings.warn(
+                f"an update of {type(self.base).__name__} was more than {TOO_LONG:.0f} times as long as those before "
+                "it and was taken back: the scale uses the new length.",
+                stacklevel=5,
+            )
+
+    def note_changes(
+        self, changes: Sequence[tuple[float, bool]], owners: Sequence[int], decision: Decision
+    ) -> list[int]:
+        """Hands the tuners what the step has changed. Returns those whose step was absurdly long.
+
+        Args:
+            changes: Of each whole parameter, as `mechanic_plugins.weights.changes.Changes.after` returns them.
+            owners: The index of each one's tuner.
+            decision: The step's.
+        """
+        too_long = []
+        for index, tuner in enumerate(self._learned.wait_for_tuners()):
+            assert isinstance(tuner, DefaultTuner)
+            mine = [change for change, owner in zip(changes, owners, strict=True) if owner == index]
+            rate = float(decision.new_scales[index] or 1.0) * decision.lrs[index]
+            if rate > 0 and not tuner.take_measurement(median_change(mine) / rate):
+                too_long.append(index)
+        return too_long
+
     # ---------------------------------------------------------------- starts that went wrong
 
     def _was_false_start(self, tuners: Sequence[Tuner], sums: Sequence[float]) -> bool:
@@ -344,52 +454,25 @@ class MechanicOptimizer(Wrapper):
         The next step will show which of the two is the odd one. Always False if the base's state cannot be dropped,
         because it predates the first step or an engine such as DeepSpeed holds views of it.
         """
-        if not self._slots.is_default or max(tuner.gradients for tuner in tuners) != 1:
+        if not self._slots.is_default or max(tuner.g_count for tuner in tuners if isinstance(tuner, DefaultTuner)) != 1:
             return False
         if self._has_history or self.shares_by_engine is not None:
             return False
         clip = 1.0 if self._max_grad_norm is None else clip_factor(sums, self._max_grad_norm)
         norms = [clip * math.sqrt(square) if square >= 0 else 0.0 for square in sums[1:-1:WIDTH]]
-        pairs = zip(norms, [tuner.longest for tuner in tuners], strict=True)
-        return any(max(a, b) > OUTLIER * min(a, b) > 0 for a, b in pairs if math.isfinite(a))
+        firsts = [math.sqrt(tuner.g_squares) for tuner in tuners if isinstance(tuner, DefaultTuner)]
+        pairs = zip(norms, firsts, strict=True)
+        return any(max(a, b) > _FAR_OFF * min(a, b) > 0 for a, b in pairs if math.isfinite(a))
 
     def _forget_start(self, learned: Learned) -> None:
         """Starts over with this step, since the base's moments would remember the outlier."""
         self.state.clear()
         self._plans.clear()  # plans hold the state that was cleared
         skipped = learned.tuners[0].skipped
-        learned.tuners, learned.course = new_tuners(self.settings, len(learned.tuners)), {}
+        learned.tuners, learned.course, learned.calls = new_tuners(self.settings, len(learned.tuners)), {}, 0
         for tuner in learned.tuners:
             tuner.skipped = skipped
         self._mark_in_use()
-
-    def _undo_jump(self, learned: Learned, before: Sequence[Tuner], reduction: Reduction) -> None:
-        """Puts the weights back to where they began if this step was absurdly long. The base keeps its state.
-
-        Only the first updates are watched, of bases that may make such a jump.
-        """
-        is_watched = any(tuner.gradients <= self._watched for tuner in learned.tuners)
-        if not is_watched or learned.frozen or self.shares_by_engine is not None:
-            return
-        plan: Any = self._plan(learned, self._params())
-        sums = reduction.of_floats(sums_of(plan.batches, learned.tuners, self.settings))
-        tuners: list[Any] = [tuner.copy() for tuner in learned.tuners]
-        lost = [index for index, tuner in enumerate(tuners) if tuner.restart(sums[WIDTH * index + _DD])]
-        if not lost:
-            return
-        for tuner, was in zip(tuners, before, strict=True):
-            tuner.steps, tuner.skipped = was.steps, was.skipped
-        learned.tuners = tuners
-        for group in self.base.param_groups:
-            for p in group["params"] if self._tuner_of(group) in lost else ():
-                kept = self.base.state.get(p, {})
-                for weights in (p, kept.get(MASTER, p)) if REF in kept else ():
-                    local(weights).detach().copy_(local(kept[REF]))
-        warnings.warn(
-            f"an update of {type(self.base).__name__} was more than {FAR:.0f} times as long as those before it and "
-            "was dropped: the weights are back where they started, and the scale uses the new length.",
-            stacklevel=4,
-        )
 
     # ---------------------------------------------------------------- holding the scale
 
@@ -422,9 +505,7 @@ class MechanicOptimizer(Wrapper):
         learned = self._learned
         was_released, learned.frozen, learned.released = learned.released, False, False
         if was_released:  # a new run, as far as references and path go
-            for tuner in learned.wait_for_tuners():
-                if isinstance(tuner, DefaultTuner):
-                    tuner.path = 0.0
+            learned.wait_for_tuners()
             learned.flat = None
             for p in [p for p in self._params() if p in self.state]:
                 self._slots.begin(p, self.state[p], has_master=False)

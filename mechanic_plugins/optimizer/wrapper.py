@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from mechanic_plugins.distributed.layout import Layout
 from mechanic_plugins.distributed.reduction import Shares
 from mechanic_plugins.distributed.sharding import is_fake, local
 from mechanic_plugins.optimizer import saving
@@ -88,7 +89,6 @@ class Wrapper(Readings, Optimizer):
         """Creates what is not pickled."""
         self._slots = Slots(self.settings.rule, self.kept_dtype)
         self._ignores_schedule = facts.ignores_a_schedule(self.base)
-        self._watched = facts.watched_steps(self.base) if self._slots.is_default else 0
         self._has_history = has_history
         """Whether the base had state before Mechanic's first step, from its constructor or a plain run."""
         self._owners: dict[int, tuple[Group, int]] = {}
@@ -102,9 +102,12 @@ class Wrapper(Readings, Optimizer):
         self._skips = Skips()
         self.shares_by_engine: Callable[[Sequence[Tensor]], Shares] | None = None
         """Set by engines that shard the parameters themselves: how their sums are reduced."""
+        self.layout_by_engine: Callable[[], Layout] | None = None
+        """Set by engines that lay parameters end to end: where those are in what the optimizer steps."""
         self._known_params: list[Tensor] = []
         self._has_data = True
         self._known_shares: tuple[Sequence[Tensor], Shares] | None = None
+        self._layout: Layout | None = None
         self._given: Decision | None = None
         """The decision that an engine's next steps apply."""
         self._odd_lrs = set[str]()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mechanic_plugins.rule.default import OUTLIER, DefaultTuner
+from mechanic_plugins.rule.default import CLIP, WINDOW, DefaultTuner
 from mechanic_plugins.rule.published import PublishedTuner
 from mechanic_plugins.rule.settings import Settings
 from mechanic_plugins.rule.sums import WIDTH, Sums
@@ -37,6 +37,8 @@ class Decision(NamedTuple):
     new_scales: Sequence[float] | Tensor
     flat: Tensor | None = None
     """The tuners' numbers, if a GPU has decided."""
+    lrs: Sequence[float] = ()
+    """The tuners' learning rates, if the host has decided."""
     table: Tensor | None = None
     """What it has decided, one row per tuner: see `mechanic_plugins.kernels.gpu_tuner.launch`."""
 
@@ -67,7 +69,8 @@ def decide(
 ) -> Decision:
     """Advances the tuners by one step.
 
-    A step is skipped if a sum is not finite or a gradient is an outlier. A step without any gradient is not made.
+    A step is skipped if a sum is not finite. A step without any gradient is not made. The default rule shortens
+    gradients that are far longer than the last ones.
 
     Args:
         tuners: Left as they are.
@@ -84,35 +87,43 @@ def decide(
     if is_sound:
         if max_grad_norm is not None:
             clip = clip_factor(vector, max_grad_norm)
+        if settings.rule == "relative":
+            clip *= _outlier_factor(tuners, vector, clip)
         parts = [Sums(*vector[at : at + WIDTH]) for at in range(0, len(vector) - 1, WIDTH)]
         if clip != 1:
             parts = [sums._replace(dg=clip * sums.dg, gg=clip * clip * sums.gg) for sums in parts]
-        if settings.rule == "relative":
-            for tuner, sums in zip(new, parts, strict=True):
-                norm, limit = math.sqrt(sums.gg), OUTLIER * tuner.longest
-                is_sound = is_sound and not 0 < limit < norm
-                tuner.longest = max(tuner.longest, min(norm, limit) if limit > 0 else norm)
     if not is_sound:
         for tuner in new:
             tuner.skipped += 1
         return Decision(new, False, 1.0, scales, scales)
-    for tuner, sums, lr, old_scale in zip(new, parts, lrs, scales, strict=True):
-        whole_lr = tuner.whole_lr(lr)
+    for tuner, sums, lr in zip(new, parts, lrs, strict=True):
         tuner.top_lr = max(tuner.top_lr, lr)
+        if isinstance(tuner, DefaultTuner) and sums.gg > 0 and (lr > 0 or not hold):
+            tuner.g_squares = (1 - 1 / WINDOW) * tuner.g_squares + sums.gg
+            tuner.g_count = (1 - 1 / WINDOW) * tuner.g_count + 1
         if not hold:
-            tuner.scale = tuner.observe(sums, lr, whole_lr, settings)
+            tuner.scale = tuner.observe(sums, lr, settings)
             if settings.max_scale is not None and tuner.scale > settings.max_scale:
                 tuner.limit(settings.max_scale)
-        if isinstance(tuner, DefaultTuner):
-            tuner.extend_path(old_scale, lr)
         tuner.steps += 1
         tuner.sum_scale_lr += tuner.scale * lr
         if tuner.scale > 0:
             tuner.sum_lr += lr
-            tuner.full_steps += lr / whole_lr if whole_lr > 0 else 0.0
-    return Decision(new, True, clip, scales, [tuner.scale for tuner in new])
+    return Decision(new, True, clip, scales, [tuner.scale for tuner in new], lrs=lrs)
 
 
 def clip_factor(vector: Sequence[float], max_grad_norm: float) -> float:
     """The factor that `torch.nn.utils.clip_grad_norm_` would apply."""
     return min(1.0, max_grad_norm / (math.sqrt(sum(vector[1:-1:WIDTH])) + CLIP_EPS))
+
+
+def _outlier_factor(tuners: Sequence[Tuner], vector: Sequence[float], clip: float) -> float:
+    """The factor that shortens gradients to `CLIP` times the root mean square of the last ones' norms."""
+    usual = 0.0
+    for tuner, square in zip(tuners, vector[1:-1:WIDTH], strict=True):
+        if isinstance(tuner, DefaultTuner) and tuner.g_count > 0:
+            usual += tuner.g_squares / tuner.g_count
+        elif square > 0:  # its first gradient
+            return 1.0
+    norm = clip * math.sqrt(sum(vector[1:-1:WIDTH]))
+    return CLIP * math.sqrt(usual) / norm if 0 < CLIP * math.sqrt(usual) < norm else 1.0

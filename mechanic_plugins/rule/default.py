@@ -1,25 +1,29 @@
-"""The default rule: n steps should move the weights by PRIOR * sqrt(n) of their size, corrected by the run's evidence.
+"""The default rule: a step should change the layers' maps by `TARGET`, corrected slowly by the run's evidence.
 
-n steps of length a whose directions are mostly unrelated move the weights by a * sqrt(n). The distance from the start
-therefore tells how long the base's updates are, U, and the scale follows from U. The evidence of the run corrects it:
-with each gradient, z = <x_ref - x, g> tells whether the loss would now be lower had the run moved further (z > 0,
-favourable) or less far (z < 0, adverse). In full:
+A good step changes the matrix of a typical layer by one to three per cent of its spectral norm, for SGD, Adam, Lion and
+Muon alike. At some steps of a run (`is_due`) the change of every layer is measured; its mean over the run, per unit of
+the learning rate, is A. With each gradient, z = <x_ref - x, g> tells whether the loss would now be lower had the run
+moved further (z > 0) or less far. In full:
 
-    size = mean(|x| ** (1 / 3)) ** 3 of the nonzero weights at the start; at least |x - x_ref| / sqrt(N) / FAR
-    U    = |x - x_ref| / sqrt(sum((S * lr)^2)), as a root mean square over the run; START * |u| at first
-    rho  = sum(z) / sqrt(sum(z^2) * WINDOW), -1 < rho < 1
-    S    = PRIOR * size * N ** POWER / (highest lr * U) * exp(GAIN * rho), with N the number of trained weights
+    f  = min(1, t / RAMP)                           # t: the number of gradients; the run's own warm-up
+    w  = f * lr / highest lr so far                 # the weight of a step; n is the sum of w
+    q  = z / rms(z) over the last WINDOW steps, at most 1 and at least -1
+    while lr is at its highest:
+        E += w * (q + TOP) / (n + PATIENCE)         # the evidence
+        B  = 0
+    while it is below:
+        E += w * q / (n + PATIENCE)
+        B += w * FALL / (n + PATIENCE)
+    S  = TARGET * f / (A * highest lr) * exp(E + B)
 
-The norm of all weights grows like the square root of N, a good step more slowly: the larger the network, the smaller
-the fraction of it that one step may change. The sums of z are moving sums over the last `WINDOW` steps; early on they
-hold fewer, and count for less. A step is weighted by its learning rate relative to the highest one. Where the scale is
-below the run's mean, its evidence is also weighted by that ratio: steps that hardly move say little. While the lr rises
-to new heights, in a warm-up that a loop sets by hand, the highest one is where it would be `AHEAD` steps later.
+The evidence moves the scale by a power law of time: noise averages out, and what is consistent adds up. A schedule that
+falls takes the harm of the steps' bouncing away by itself, so evidence against the steps then counts for less: B. At a
+constant rate that harm stays.
 
-The cube roots tell how large a typical weight is; a root mean square would be that of an embedding or of the norms'
-gains, a geometric mean that of filters that died. A weight above 1, such as an output bias, counts as 1. If all start
-close to 0, their distance from there says more. N counts the weights with a gradient in one of the first `BEGINNING`
-steps: layers behind a layer of zeros get none in the first one.
+A is the root mean square over the run of the median layer's change, the larger one of two medians: over the matrices in
+the spectral norm, and over the vectors in the Euclidean one. Between two measurements, updates are taken to grow as the
+gradients do, once these are longer than at the measurements. A gradient longer than `CLIP` times the last ones is
+shortened to that.
 """
 
 from __future__ import annotations
@@ -28,96 +32,130 @@ import math
 from dataclasses import dataclass
 
 from mechanic_plugins.rule.settings import Settings
-from mechanic_plugins.rule.sums import Sizes, Sums
+from mechanic_plugins.rule.sums import Sums
 from mechanic_plugins.rule.tuner import Tuner
 
-__all__ = ["BEGINNING", "FAR", "GAIN", "OUTLIER", "POWER", "PRIOR", "START", "WINDOW", "DefaultTuner"]
+__all__ = [
+    "BEGINNING",
+    "CLIP",
+    "FALL",
+    "FALLEN",
+    "PATIENCE",
+    "RAMP",
+    "TARGET",
+    "TOO_LONG",
+    "TOP",
+    "WINDOW",
+    "DefaultTuner",
+    "is_due",
+]
 
-PRIOR = 0.35
-"""How far a step should move the weights, as a share of their size."""
-POWER = 0.375
-"""How the size grows with the number of weights: 1/2 would make it grow like their norm."""
-_OF_ZEROS = 0.5
-"""The size of a typical weight if all of them are 0."""
-START = 2.0
-"""The first update counts as this many times its length, because the next ones point the same way."""
-GAIN = 3.0
-"""How far the evidence can move the scale: by a factor of exp(3) = 20 up or down."""
+TARGET = 0.02
+"""How much a step at the highest lr should change the median layer, as a share of its norm."""
+RAMP = 20.0
+"""The first steps grow until this one."""
 WINDOW = 40.0
-"""The number of steps that serve as evidence. While there are fewer, the missing ones count as undecided."""
-BEGINNING = 3
-"""The number of gradients from which the trained weights are counted."""
-OUTLIER = 100.0
-"""Gradients this many times longer than any before are skipped. Each skip raises the limit by the same factor, so that
-gradients that really have grown are skipped only once or twice."""
-FAR = math.exp(GAIN)
-"""By how much an early update may be too long, or the weights too small at first: the evidence corrects no more."""
+"""The number of steps by which z and the gradients' norms are judged."""
+PATIENCE = 60.0
+"""Evidence counts as if this many steps had been undecided before the first."""
+TOP = -0.1
+"""What is added to the evidence of each step while the schedule is at its top."""
+FALL = 0.6
+"""What counts for each step while the schedule is below its top."""
+CLIP = 5.0
+"""Gradients this many times as long as the last ones are shortened to that."""
+TOO_LONG = 10.0
+"""A measured step this many times as long as the scale took it to be is taken back."""
+BEGINNING = 10
+"""The number of steps at the beginning that are all measured."""
+_EVERY = 200
+FALLEN = 1 - 1e-4
+"""A schedule has begun to fall below this part of its top: rounding is no fall."""
+
+
+def is_due(step: int) -> bool:
+    """Whether this step is measured, counted from 1: the first ten, those at powers of two, and every 200th."""
+    return step <= BEGINNING or step & (step - 1) == 0 or step % _EVERY == 0
 
 
 @dataclass
 class DefaultTuner(Tuner):
     """The default rule's tuner."""
 
-    size: float = 0.0
-    """How large a typical weight is."""
-    trained: float = 0.0
-    """N, the number of trained weights."""
-    length: float = 0.0
-    """U, the length of the base's updates."""
-    path: float = 0.0
-    """The sum of (scale * lr)^2."""
-    z_sum: float = 0.0
+    change_square: float = 0.0
+    """A^2: how much a step changes the median layer, per unit of scale * lr."""
+    norm_square: float = 0.0
+    """The mean squared norm of the gradients when that was measured."""
+    measured: float = 0.0
+    """The part of `full_steps` that is in these means."""
+    full_steps: float = 0.0
+    """n, the sum of the steps' weights."""
+    evidence: float = 0.0
+    """E."""
+    bonus: float = 0.0
+    """B."""
     z_squares: float = 0.0
     z_count: float = 0.0
-    """The moving sums of z, of z^2 and of the steps."""
+    """The moving sums of z^2 and of the steps' weights."""
+    g_squares: float = 0.0
+    g_count: float = 0.0
+    """The moving sums of the squared norms of the gradients, and of their number."""
 
-    def observe(self, sums: Sums, lr: float, whole_lr: float, settings: Settings) -> float:
+    def observe(self, sums: Sums, lr: float, settings: Settings) -> float:
         """Takes in one step's sums and returns the next scale."""
         slope = sums.dg + sums.dp
         self.signal = slope / (self.scale or 1.0)
-        if sums.gg == 0:
+        if sums.gg == 0 or self.top_lr == 0:
             return self.scale
-        if self.gradients < BEGINNING:
-            self.trained = max(self.trained, sums.sizes().trained)
-        if self.gradients == 0:  # nothing has moved yet: these sums are sizes
-            self.size, self.signal = _typical_size(sums.sizes()), 0.0
-        elif self.scale > 0:
-            z, weight, steps_so_far = -slope, lr / whole_lr, self.sum_lr / whole_lr
-            share = min(1.0, self.scale * self.sum_lr / self.sum_scale_lr) if self.sum_scale_lr > 0 else 1.0
-            evidence = weight * share
-            decay = 1 - evidence / WINDOW
-            self.z_sum = decay * self.z_sum + evidence * z
-            self.z_squares = decay * self.z_squares + evidence * z * z
-            self.z_count = decay * self.z_count + evidence
-            if self.path > 0:
-                square = steps_so_far * self.length**2 + weight * sums.dd / self.path
-                self.length = math.sqrt(square / (steps_so_far + weight))
-        elif self.path > 0:
-            self.length = START * math.sqrt(sums.dd / self.path)
         self.gradients += 1
-        if self.length == 0 or whole_lr == 0:
+        ramp = min(1.0, self.gradients / RAMP)
+        weight = ramp * lr / self.top_lr
+        if self.scale > 0:
+            share, decay = weight / (self.full_steps + PATIENCE), 1 - weight / WINDOW
+            self.z_squares = decay * self.z_squares + weight * slope * slope
+            self.z_count = decay * self.z_count + weight
+            has_fallen = lr < FALLEN * self.top_lr
+            if self.z_squares > 0:
+                q = -slope * math.sqrt(self.z_count / self.z_squares)
+                self.evidence += share * (max(-1.0, min(1.0, q)) + (0.0 if has_fallen else TOP))
+            self.bonus = self.bonus + share * FALL if has_fallen else 0.0
+        if self.change_square == 0:
             return self.scale
-        moved = math.sqrt(sums.dd / self.trained) if self.scale > 0 and self.path > 0 else 0.0
-        prior: float = PRIOR * max(self.size, moved / FAR) * self.trained**POWER / (whole_lr * self.length)
-        energy = self.z_squares * WINDOW
-        rho = self.z_sum / math.sqrt(energy) if energy > 0 else 0.0
-        return prior * math.exp(GAIN * rho)
+        self.full_steps += weight
+        growth = self.g_squares / self.g_count / self.norm_square if self.norm_square > 0 else 1.0
+        change = math.sqrt(self.change_square * max(1.0, growth))
+        return TARGET * ramp / (change * self.top_lr) * math.exp(self.evidence + self.bonus)
 
-    def extend_path(self, old_scale: float, lr: float) -> None:
-        """Adds a step to the path, unless its update was only measured."""
-        if old_scale == 0 and (self.scale > 0 or lr > 0):
-            self.path = 0.0
-        self.path += ((self.scale or 1.0) * lr) ** 2
+    @property
+    def waits_for_measurement(self) -> bool:
+        """Whether its weights have gradients and a learning rate, but no step of them was measured yet.
 
-    def restart(self, dd: float) -> bool:
-        """Starts over with the new update length if the last step was absurdly long. Returns whether it was."""
-        if not 0 < (FAR * self.length) ** 2 * self.path < dd or self.scale == 0:
-            return False
-        self.length = min(math.sqrt(dd / self.path), OUTLIER**2 * self.length)
-        self.z_sum = self.z_squares = self.z_count = 0.0
-        self.path = self.sum_scale_lr = self.sum_lr = self.full_steps = 0.0
-        return True
+        A param group may get its first gradient, or leave lr 0, long after the others.
+        """
+        return self.change_square == 0 and self.g_count > 0 and self.top_lr > 0
 
+    def take_measurement(self, change: float) -> bool:
+        """Takes in how much the last step changed the median layer, per unit of scale * lr; 0 if none was changed.
 
-def _typical_size(sizes: Sizes) -> float:
-    return (sizes.roots / sizes.nonzero) ** 3 if sizes.nonzero else _OF_ZEROS
+        Returns whether the step may stay: it may not if it was absurdly long.
+        """
+        if not 0 < change < math.inf or self.g_count == 0:  # without a gradient there is weight decay at most
+            return True
+        square, norm_square = change * change, self.g_squares / self.g_count
+        expected = self.change_square * max(1.0, norm_square / self.norm_square if self.norm_square > 0 else 1.0)
+        may_stay = self.full_steps == 0 or square <= TOO_LONG**2 * expected
+        if self.measured == 0 or self.full_steps == 0 or not may_stay:
+            self.change_square, self.norm_square = square, norm_square
+            if not may_stay:  # the scales so far were for updates of another length
+                self.sum_scale_lr = self.sum_lr = 0.0
+        else:
+            old, new = self.measured, self.full_steps - self.measured
+            self.change_square = (old * self.change_square + new * square) / (old + new)
+            self.norm_square = (old * self.norm_square + new * norm_square) / (old + new)
+        self.measured = self.full_steps
+        return may_stay
+
+    def restart(self) -> None:
+        """Starts over from the present weights, because layers are trained that were not before."""
+        self.gradients = self.full_steps = self.measured = self.evidence = self.bonus = 0.0
+        self.sum_scale_lr = self.sum_lr = 0.0

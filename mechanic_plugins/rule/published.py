@@ -40,7 +40,7 @@ class PublishedTuner(Tuner):
     q: list[float] = field(default_factory=list)
     w0: list[float] = field(default_factory=list)
 
-    def observe(self, sums: Sums, lr: float, whole_lr: float, settings: Settings) -> float:
+    def observe(self, sums: Sums, lr: float, settings: Settings) -> float:
         """Takes in one step's sums and returns the next scale."""
         unit, n = self.unit, len(settings.betas)
         h = sums.dg

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mechanic_plugins.rule.default import DefaultTuner
 from mechanic_plugins.rule.tuner import Tuner
 
 __all__ = ["Course", "begin", "follow", "has_lr_zero", "peak_lr", "scheduled_lr", "with_new_top"]
@@ -28,7 +29,9 @@ def peak_lr(group: Group) -> float:
 
 
 def begin(tuners: Sequence[Tuner], placed: Iterable[tuple[int, Group]], *, normalize: bool) -> list[Tuner]:
-    """The tuners with the peak lr that the groups announce; without a unit if every lr is still 0.
+    """The tuners with their unit: what the groups announce or, by the default rule, the lr in force.
+
+    Without one if every lr is still 0.
 
     Args:
         tuners: Left as they are.
@@ -36,12 +39,12 @@ def begin(tuners: Sequence[Tuner], placed: Iterable[tuple[int, Group]], *, norma
         normalize: State constants for an lr of 1, rather than for the base's own.
     """
     new, placed = [tuner.copy() for tuner in tuners], list(placed)
-    firsts = [group.get("initial_lr", group.get("lr")) for _, group in placed]
+    firsts = [group.get("lr") for _, group in placed]
+    if not isinstance(new[0], DefaultTuner):  # whose runs do not depend on what only a scheduler announces
+        firsts = [group.get("initial_lr", lr) for (_, group), lr in zip(placed, firsts, strict=True)]
     unit = max((1.0 if first is None else float(first) for first in firsts), default=0.0) if normalize else 1.0
     if unit == 0:
         return new
-    for index, group in placed:
-        new[index].top_lr = max(new[index].top_lr, *_announced(group))
     for tuner in new:
         tuner.unit = unit
     return new
@@ -78,10 +81,9 @@ def follow(placed: Sequence[tuple[int, Group]], course: Course) -> Course:
             by_hand, tolerance = lrs[i] / (was * move), _JUMP if "initial_lr" in group else 1 + 1e-9
             new[i] = lrs[i], peak if 1 / tolerance < by_hand < tolerance else peak * by_hand
     place = min((lr / peak for lr, peak in new.values() if lr > 0), default=None)
-    for i, group in placed:
+    for i, _ in placed:
         if i not in new and lrs.get(i):
-            is_announced = i not in course and "initial_lr" in group
-            new[i] = lrs[i], max(_announced(group)) if place is None or is_announced else lrs[i] / place
+            new[i] = lrs[i], lrs[i] if place is None else lrs[i] / place
     return {**course, **new}
 
 
@@ -99,21 +101,17 @@ def scheduled_lr(groups: Sequence[tuple[int, Group]], course: Course, top_lr: fl
     Args:
         groups: The groups of one tuner, each with its index.
         course: What `follow` returned for them.
-        top_lr: The highest of these so far, or announced.
+        top_lr: The highest of these so far.
     """
     highest: float | Tensor = 0.0
     for lr in [group["lr"] for _, group in groups if group.get("lr") is not None]:
         highest = _higher(highest, float(lr) if _is_known(lr) else lr)
     known = [course[i] for i, _ in groups if i in course and course[i][0] > 0]
-    if len(groups) == 1 or not known or isinstance(highest, Tensor) or highest == 0:
+    if len(groups) == 1 or not known or isinstance(highest, Tensor) or highest == 0 or top_lr == 0:
         return highest
     places = [lr / peak for lr, peak in known]
     is_ordinary = min(places) >= max(places) * (1 - 1e-9) and math.isclose(max(peak for _, peak in known), top_lr)
     return highest if is_ordinary else min(places) * top_lr
-
-
-def _announced(group: Group) -> list[float]:
-    return [float(group[key]) for key in ("lr", "initial_lr", "max_lr") if group.get(key) is not None] or [1.0]
 
 
 def _is_known(lr: float | Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["WIDTH", "Sizes", "Sums", "empty", "gradient_norm", "with_scaled_gradients"]
+__all__ = ["WIDTH", "Sums", "empty", "gradient_norm", "with_scaled_gradients"]
 
 
 class Sums(NamedTuple):
@@ -25,21 +25,6 @@ class Sums(NamedTuple):
     dx: float
     dd: float
     dp: float
-
-    def sizes(self) -> Sizes:
-        """What the first steps of the default rule measure in place of xx, dx and dp."""
-        return Sizes(self.xx, self.dx, self.dp)
-
-
-class Sizes(NamedTuple):
-    """How many weights are trained, and how large they are at the start."""
-
-    trained: float
-    """How many weights have a gradient that is not 0."""
-    roots: float
-    """The sum of min(|x|, 1)^(1/3). Only the first step measures this and the next."""
-    nonzero: float
-    """How many weights are not 0."""
 
 
 WIDTH = len(Sums._fields)

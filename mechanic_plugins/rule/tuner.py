@@ -12,10 +12,7 @@ if TYPE_CHECKING:
     from mechanic_plugins.rule.settings import Settings
     from mechanic_plugins.rule.sums import Sums
 
-__all__ = ["AHEAD", "Tuner"]
-
-AHEAD = 40.0
-"""A learning rate that rises is taken to go on rising for this many steps."""
+__all__ = ["Tuner"]
 
 
 @dataclass
@@ -27,33 +24,22 @@ class Tuner:
     signal: float = 0.0
     """The last step's h: how the loss changes with the scale."""
     unit: float = 0.0
-    """The base's peak lr when the run began, for which a published rule's constants are stated; 0 before that."""
+    """The base's lr when the run began, 0 before that. A published rule takes the announced peak: its constants are
+    stated for that."""
     top_lr: float = 0.0
-    """The base's highest lr so far, or announced."""
+    """The base's highest lr so far."""
     gradients: float = 0.0
     """The number of nonzero gradients."""
-    longest: float = 0.0
-    """The largest norm among them."""
     sum_scale_lr: float = 0.0
     sum_lr: float = 0.0
     """The sums of scale * lr and of lr. Their ratio is the mean scale."""
-    full_steps: float = 0.0
-    """The steps at a scale, as the sum of lr / whole_lr(lr): at half the highest lr, a step counts as half of one."""
     steps: float = 0.0
     skipped: float = 0.0
     """How many steps were made, and skipped because of their gradients. All tuners of an optimizer agree."""
 
-    def observe(self, sums: Sums, lr: float, whole_lr: float, settings: Settings) -> float:
+    def observe(self, sums: Sums, lr: float, settings: Settings) -> float:
         """Takes in one step's sums and returns the next scale. `lr` is the base's own in this step."""
         raise NotImplementedError
-
-    def whole_lr(self, lr: float) -> float:
-        """The lr of a whole step: the peak, of which a step at `lr` is a part.
-
-        That is the highest lr so far, or announced. In a warm-up that a loop sets by hand, each lr is the highest so
-        far. The peak is then taken to lie where the rise would be after `AHEAD` more steps.
-        """
-        return lr + AHEAD * (lr - self.top_lr) if lr > self.top_lr > 0 else max(lr, self.top_lr)
 
     def limit(self, scale: float) -> None:
         """Lowers the next scale to this one."""

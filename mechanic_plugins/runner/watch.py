@@ -79,6 +79,8 @@ class Watch:
             util.Finalize(None, watch.finish, exitpriority=0)
 
         util.register_after_fork(self, begin)
+        if "--multiprocessing-fork" in sys.orig_argv:  # spawned: multiprocessing calls that hook for forks only
+            util.Finalize(None, self.finish, exitpriority=0)  # while the error that ends the process is still known
 
     def _built(self, optimizer: Any) -> None:
         kind = type(optimizer)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Dots", "count_nonzero", "reals", "runs_of", "sizes"]
+__all__ = ["Dots", "reals", "runs_of"]
 
 _ROW = {"cpu": 1 << 18}
 _ROW_ELSEWHERE = 1 << 24
@@ -98,21 +98,3 @@ def runs_of(numels: Sequence[int], limit: int) -> Iterator[slice]:
 def reals(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of complex tensors as real ones with one more dimension."""
     return [torch.view_as_real(t.detach().resolve_conj()) for t in tensors]
-
-
-def sizes(xs: Sequence[Tensor]) -> list[float]:
-    """The sum of min(|x|, 1)^(1/3), and the number of nonzero weights. Waits for the device."""
-    found = [torch.stack([_roots(x), x.count_nonzero().double()]) for x in xs]
-    numbers: list[float] = torch.stack(found).sum(0).tolist()
-    return numbers
-
-
-def count_nonzero(grads: Sequence[Tensor]) -> float:
-    """The number of nonzero elements in all gradients. Waits for the device."""
-    return float(torch.stack([grad.count_nonzero() for grad in grads]).sum())
-
-
-def _roots(x: Tensor) -> Tensor:
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    # adding 0 * x keeps NaN and infinity from being clamped away
-    return wide.abs().clamp_(max=1.0).pow_(1 / 3).add_(wide, alpha=0).sum(dtype=torch.float64)

@@ -18,7 +18,6 @@ __all__ = [
     "l2_penalty",
     "own_iterate",
     "skips_on_found_inf",
-    "watched_steps",
 ]
 
 _LINEAR_IN_LR = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Muon")
@@ -59,11 +58,6 @@ def is_linear_in_lr(kind: type[Optimizer]) -> bool:
     name = f"{kind.__module__}.{kind.__qualname__}"
     declared = bool(getattr(kind, "linear_in_lr", False))
     return declared or _is_torchs(kind, _LINEAR_IN_LR) or name in _OTHERS_LINEAR_IN_LR
-
-
-def watched_steps(base: Optimizer) -> int:
-    """For how many steps to watch for an update far longer than those before it, such as RAdam's sixth."""
-    return 10 if isinstance(base, torch.optim.RAdam) or not is_linear_in_lr(type(base)) else 0
 
 
 def ignores_a_schedule(base: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""This rank's sums as floats: the products of the algorithm, and in the first steps how large the weights are."""
+"""This rank's sums as floats: the products of the algorithm."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.kernels import triton_support
 from mechanic_plugins.kernels.addresses import Kept
 from mechanic_plugins.kernels.triton_batch import TritonBatch
-from mechanic_plugins.rule.default import BEGINNING
 from mechanic_plugins.rule.settings import Settings
 from mechanic_plugins.rule.sums import WIDTH, Sums, empty
 from mechanic_plugins.rule.tuner import Tuner
-from mechanic_plugins.weights.dots import Dots, count_nonzero, reals, sizes
+from mechanic_plugins.weights.dots import Dots, reals
 from mechanic_plugins.weights.plan import Batch, Entry
 from mechanic_plugins.weights.slots import MASTER, Slots, is_16_bit
 
@@ -84,22 +83,6 @@ class HostBatch(Batch):
         out[at + _DP] += self.penalty * weight * dx
         out[-1] += len(grads) - missing
 
-    def add_sizes(self, out: list[float], *, is_first: bool) -> None:
-        """Adds the tuner's `Sizes` in place of products; after its first gradient, only their first number."""
-        grads = self.grads() if self.given is None else self.given
-        pairs = [(x, grad) for x, grad in zip(map(local, self.params), grads, strict=True) if grad is not None]
-        if not pairs:
-            return
-        xs, present = (list(each) for each in zip(*pairs, strict=True))
-        if self.is_complex:
-            xs, present = reals(xs), reals(present)
-        at = WIDTH * self.tuner_index
-        out[at + _XX] += self.weight * count_nonzero(present)
-        if is_first:
-            roots, nonzero = sizes(xs)
-            out[at + _DX] += self.weight * roots
-            out[at + _DP] += self.weight * nonzero
-
     def use_kernels(self) -> None:
         """Has Triton compute the default rule's sums if it can."""
         xs, grads = [local(p) for p in self.params], self.grads()
@@ -129,24 +112,12 @@ def exact(x: Tensor, master: Tensor) -> Tensor:
 
 
 def sums_of(batches: Iterable[HostBatch], tuners: Sequence[Tuner], settings: Settings) -> list[float]:
-    """This rank's sums, weighted so that the ranks' vectors add up.
-
-    The default rule's first gradients also measure the weights, in place of products that are 0 or unused then.
-    """
+    """This rank's sums, weighted so that the ranks' vectors add up."""
     is_default, with_decay = settings.rule == "relative", bool(settings.s_decay)
     out = [0.0] * (WIDTH * len(tuners) + 1)
     for batch in batches:
         is_summed = not is_default or tuners[batch.tuner_index].scale == 0
         batch.add_sums(out, is_summed=is_summed, with_decay=with_decay)
-    if not is_default or min([tuner.gradients for tuner in tuners]) >= BEGINNING:
-        return out
-    firsts = {i: tuner.gradients == 0 for i, tuner in enumerate(tuners) if tuner.gradients < BEGINNING}
-    for index, is_first in firsts.items():
-        for place in (_XX, _DX, _DP) if is_first else (_XX,):
-            out[WIDTH * index + place] = 0.0
-    for batch in batches:
-        if batch.tuner_index in firsts:
-            batch.add_sizes(out, is_first=firsts[batch.tuner_index])
     return out
 
 

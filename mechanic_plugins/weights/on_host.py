@@ -217,6 +217,7 @@ class HostPlan(Plan):
                 self._keep({p: starts[p]}, ())
             if scale == 0:
                 local(self.base.state[p][REF]).add_(update)
+                self.unapplied[p] = update
             else:
                 torch.add(old, update, alpha=scale, out=x)
             if x.dtype != p.dtype:

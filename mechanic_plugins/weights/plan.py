@@ -104,6 +104,8 @@ class Plan:
         self._state, self._states = base.state, list(base.state.values())
         self._mine: list[Any] = [base.state.get(p, {}) for p in self.params]
         self._kept = [state.get(slots.main) for state in self._mine]
+        self.unapplied: dict[Tensor, Tensor] = {}
+        """The updates of the last step that were only measured."""
 
     def is_current(self) -> bool:
         """Whether this step can follow the plan, given that the optimizer's parameters are the same.

@@ -33,7 +33,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
-    steps: int = 10
+    steps: int = 20  # the default rule measures the first ten and the sixteenth
     clip: float = 0.0
     accumulation: int = 1
     param_groups: int = 1

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run_here(rank: int) -> str:
     os.environ["LOCAL_RANK"] = str(rank)  # read by DeepSpeed
     sys.path.insert(0, str(EXAMPLES))
-    sys.argv = ["train_deepspeed.py", "--config", str(EXAMPLES / "deepspeed_config.json"), "--steps", "60"]
+    sys.argv = ["train_deepspeed.py", "--config", str(EXAMPLES / "deepspeed_config.json"), "--steps", "90"]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         importlib.import_module("train_deepspeed").main()
     return said.getvalue()

@@ -27,10 +27,10 @@ FP16: dict[str, Any] = {
 CPU_ADAM: dict[str, Any] = {"base": "DeepSpeedCPUAdam", "zero": {"offload_optimizer": {"device": "cpu"}}}
 
 LOW_PRECISION = [
-    *(Case(stage=stage, config=BF16, options=LARGER, clip=0.1, steps=12) for stage in (1, 2, 3)),
-    *(Case(stage=stage, config=BF16, accumulation=2, param_groups=2, steps=12) for stage in (2, 3)),
-    *(Case(stage=stage, config=BF16, clip=0.1, steps=12, **CPU_ADAM) for stage in (2, 3)),
-    Case(stage=1, config=BF16_OPTIMIZER, options=LARGER, clip=0.1, param_groups=2, steps=12),
+    *(Case(stage=stage, config=BF16, options=LARGER, clip=0.1, steps=20) for stage in (1, 2, 3)),
+    *(Case(stage=stage, config=BF16, accumulation=2, param_groups=2, steps=20) for stage in (2, 3)),
+    *(Case(stage=stage, config=BF16, clip=0.1, steps=20, **CPU_ADAM) for stage in (2, 3)),
+    Case(stage=1, config=BF16_OPTIMIZER, options=LARGER, clip=0.1, param_groups=2, steps=20),
     *(Case(stage=stage, config=FP16, options=LARGER, clip=0.1, steps=24) for stage in (1, 2, 3)),
 ]
 
@@ -65,7 +65,7 @@ def test_a_skipped_step_leaves_no_trace(engines: Engines) -> None:
 @pytest.mark.parametrize("base", ["AdamW", "SGD"])
 def test_bf16_at_stage_0_starts_at_the_models_weights(engines: Engines, base: str) -> None:
     """DeepSpeed steps the base once with zero gradients, whose weight decay at an lr of 1 would remove 10%."""
-    case = Case(base=base, base_options={"lr": 1.0, "weight_decay": 0.1}, config=BF16, options=LARGER, steps=10)
+    case = Case(base=base, base_options={"lr": 1.0, "weight_decay": 0.1}, config=BF16, options=LARGER)
     ranks = engines(2)(on_rank.run_replayed, case)
     assert ranks[0] == ranks[1]
     assert ranks[0]["distance_at_start"] == 0
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(engines
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_experts(engines: Engines, stage: int, ep_size: int) -> None:
     """With ep_size 2 the two ranks hold different experts, even at stage 0, where nothing else is sharded."""
-    case = Case(stage=stage, options=LARGER, steps=10)
+    case = Case(stage=stage, options=LARGER)
     ranks = engines(2)(on_rank.run_experts, case, ep_size)
     assert ranks[0]["s"] == ranks[1]["s"]
     for seen in ranks:
@@ -103,3 +103,14 @@ def test_experts(engines: Engines, stage: int, ep_size: int) -> None:
         size = max(map(abs, seen["h"]))
         assert max(abs(a - b) for a, b in zip(seen["h"], seen["expected_h"], strict=True)) < 1e-6 * size
         assert max(seen["error"]) < 5e-7
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_experts_are_measured_alike_at_every_stage(engines: Engines, ep_size: int) -> None:
+    """The default rule's scales come from the changes of all experts, wherever they live."""
+    runs = [engines(2)(on_rank.run_experts, Case(stage=stage), ep_size) for stage in (0, 1, 2)]
+    for first, second in runs:
+        assert first["s"] == second["s"]
+        assert first["s"][-1][0] > 0
+        for scales, expected in zip(first["s"], runs[0][0]["s"], strict=True):
+            assert scales == pytest.approx(expected, rel=1e-4)

@@ -21,7 +21,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mechanic_plugins import MechanicOptimizer, mechanize
 
 BATCH = 24
-COUNTED_STEPS = (0, 1, 4)  # at these steps only, as counting is slow
+STEPS = 20
+"""The default rule measures the first ten and the sixteenth."""
+COUNTED_STEPS = (0, 1, 10, 15)  # at these steps only, as counting is slow
+MEASURED = [True, True, False, True]
+"""Whether the default rule measures the counted steps."""
+OF_A_MEASUREMENT = 2 * (1 + 2 * 8 + 1) + 1
+"""The collectives of a measurement, whatever is measured.
+
+Twice, for the weights and for the update: the vectors' norms, eight power iterations, and their last product. Once, the
+norms at the start and of the gradients.
+"""
+
+
+def collectives_of(every_step: int, *, rule: str = "relative") -> list[int]:
+    """The collectives of the counted steps, if there are `every_step` in the other steps."""
+    extra = OF_A_MEASUREMENT if rule == "relative" and every_step else 0
+    return [every_step + extra * is_measured for is_measured in MEASURED]
 
 
 class Block(nn.Module):

@@ -71,6 +71,38 @@ def test_experts_of_single_ranks_do_not_pull_the_shared_weights_apart(
     assert results[0]["counted"] == [0.5, 1.0]  # shared weights half per rank, the expert in full
 
 
+class BothExperts(nn.Module):
+    """The shared layers and the experts of two ranks, for whole batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        of_ranks = [Experts(rank, has_expert=True, same_start=False) for rank in range(2)]
+        self.a, self.b, self.experts = of_ranks[0].a, of_ranks[0].b, nn.ModuleList(each.expert for each in of_ranks)
+        for p in self.experts.parameters():
+            p.register_hook(lambda grad: 2 * grad)  # a rank's own gradients are of the mean over its own half
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.experts, torch.tanh(self.a(x)).chunk(2), strict=True)
+        return self.b(torch.tanh(torch.cat([expert(part) for expert, part in parts])))
+
+
+def test_experts_of_single_ranks_are_measured_as_in_one_process(ranks: Callable[[int], Ranks]) -> None:
+    """Their changes used to be summed as if they were shards of one weight."""
+    results = ranks(2)(train_experts, True, False)
+    model = BothExperts()
+    opt = mechanize(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for _ in range(STEPS):
+        x = torch.cat([torch.randn(16, 6, generator=each, dtype=torch.float64) for each in generators])
+        opt.zero_grad()
+        (model(x) - x[:, :3].sin()).square().mean().backward()
+        opt.step()
+    assert results[0]["scale"] == pytest.approx(opt.scale.item(), rel=1e-9)
+    torch.testing.assert_close(torch.tensor(results[0]["shared"], dtype=torch.float64), model.a.weight.detach())
+    for result, expert in zip(results, model.experts, strict=True):
+        torch.testing.assert_close(torch.tensor(result["expert"], dtype=torch.float64), expert.weight.detach())
+
+
 def test_replicas_averaged_by_hand_are_counted_once(ranks: Callable[[int], Ranks]) -> None:
     results = ranks(2)(train_experts, True, True)
     assert results[0]["shared"] == results[1]["shared"]

@@ -14,13 +14,12 @@ import pytest
 import torch
 from comparing import assert_all_close, distance
 from ranks import Ranks
-from setups import SETUPS, Run, full, make_net
+from setups import SETUPS, STEPS, Run, collectives_of, full, make_net
 
 from mechanic_plugins import Settings, mechanize
 from mechanic_plugins.distributed.reduction import Reduction, Shares
 from mechanic_plugins.distributed.sharding import shares_of
 
-STEPS = 6  # one more than the last of COUNTED_STEPS needs
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 BASES = ("adamw", "sgd")
 PAPER = Settings(rule="paper", s_init=1e-3)
@@ -82,9 +81,9 @@ def test_sharded_equals_alone(
     results = ranks(world)(train_many, name, [(options, {}) for options in variants])
     for index, options in enumerate(variants):
         mine = [rank[index] for rank in results]
-        first, *others = mine[0]["collectives"]
-        assert first == (1 if name == "ddp" else collectives)  # once, all ask whether a rank has its own parameters
-        assert set(others) == {collectives}
+        expected = collectives_of(collectives, rule="paper" if "settings" in options else "relative")
+        expected[0] += name == "ddp"  # once, all ask whether a rank has its own parameters
+        assert mine[0]["collectives"] == expected
         assert_all_close(mine, alone(options, {}), tolerance=TOLERANCE[str(options["dtype"])])
 
 
@@ -123,9 +122,9 @@ def test_accumulation_and_clipping(ranks: Callable[[int], Ranks], name: str, wor
 
 
 def test_groups_share_one_collective(ranks: Callable[[int], Ranks]) -> None:
-    """With a tuner for each param group, all their sums share one all-reduce."""
+    """With a tuner for each param group, all their sums share one all-reduce, and so do their layers' changes."""
     results = ranks(2)(train_groups, "fsdp2")
-    assert set(results[0]["collectives"]) == {1}
+    assert results[0]["collectives"] == collectives_of(1)
     assert_all_close(results, train_groups(0, "alone"), tolerance=TOLERANCE["float64"])
 
 
@@ -192,7 +191,7 @@ def train_averaged(rank: int) -> dict[str, Any]:
 
 def test_sync_replicas_averages_over_ddp(ranks: Callable[[int], Ranks]) -> None:
     results = ranks(2)(train_averaged)
-    assert set(results[0]["collectives"]) == {1}
+    assert results[0]["collectives"] == collectives_of(1)
     assert_all_close(results, alone({"base": "adamw", "dtype": "float64", "even": False}, {}), tolerance=1e-12)
 
 

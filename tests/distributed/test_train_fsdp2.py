@@ -80,13 +80,20 @@ def undisturbed(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPath
     return out
 
 
-def test_the_loss_falls(undisturbed: Path) -> None:
+def test_the_log(undisturbed: Path) -> None:
     entries = log(undisturbed)
     assert [entry["step"] for entry in entries] == list(range(6, STEPS + 1, 6))
     assert entries[0]["loss"] > 5.0  # log(256) = 5.55 at the start
-    assert entries[-1]["loss"] < 4.0
     assert entries[-1]["scale"] > 1e-4
     assert 0 < entries[-1]["effective_lr"] < entries[-1]["scale"]  # near the cosine's end
+
+
+def test_the_loss_falls(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """A step changes a layer by 2%, so these small random weights take longer than the runs above to become large."""
+    ranks(2)(train_here, [*TINY, "--steps", "200", "--save-every", "200"], str(tmp_path))
+    losses = [entry["loss"] for entry in log(tmp_path)]
+    assert losses[0] > 5.0
+    assert losses[-1] < 4.0
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ SHORT = {
 
 BY_OTHERS = {
     "python examples/train_plain.py": "docs/test_examples_plain.py",
+    "python examples/frozen_backbone.py": "docs/test_frozen_backbone.py",
     "python examples/train_lightning.py": "lightning/test_lightning_example.py",
     "python examples/train_transformers.py": "hf/test_hf_example.py",
 }

@@ -7,16 +7,24 @@ runs under both rules, with our own fused kernels and around torch's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from check_core import DEVICE, RULES, relative, run
+from check_core import DEVICE, RULES, measured_at, relative, run
 from torch import Tensor, nn
 
 from mechanic_plugins import mechanize
 
 BACKENDS = ("fused", "triton")
+FIRST = range(1, 6)
+WAYS: dict[str, tuple[Sequence[int], Sequence[int], Sequence[int]]] = {
+    "to the end": (range(5, 30), FIRST, range(1, 30)),
+    "for a while": (range(10, 20), FIRST, FIRST),
+    "with measured steps between": ((*range(5, 9), *range(13, 30)), (*FIRST, 10, 11, 12, 13), range(1, 11)),
+}
+"""Which steps are replayed, counted from 0; and which ones are measured, counted from 1: without a graph, and with one,
+which is never measured and counts as one step, however often it is replayed."""
 
 
 def three_params() -> list[nn.Parameter]:
@@ -28,7 +36,7 @@ def three_params() -> list[nn.Parameter]:
     return params
 
 
-def train(*, captured: range, steps: int = 30, **options: Any) -> tuple[Tensor, list[float], float]:
+def train(*, captured: Sequence[int], steps: int = 30, **options: Any) -> tuple[Tensor, list[float], float]:
     """Weights, norms and scale at the end. The steps in `captured` replay a graph; the gradients have many lengths."""
     params, lr = three_params(), torch.tensor(1e-2, device=DEVICE)
     optimizer = mechanize(torch.optim.AdamW(params, lr=lr, fused=True, capturable=True), **options)
@@ -38,7 +46,7 @@ def train(*, captured: range, steps: int = 30, **options: Any) -> tuple[Tensor, 
             assert p.grad is not None
             p.grad.copy_((p.detach() - step) / (1 + step % 4) ** 2)
         lr.fill_(1e-2 * min(1.0, (step + 1) / 15))  # a warm-up that the graph sees
-        if captured and step == captured.start:
+        if captured and step == captured[0]:
             with torch.cuda.graph(graph):
                 optimizer.step()
         if step in captured:
@@ -58,13 +66,15 @@ def check_replays(rule: str) -> Iterator[tuple[str, bool]]:
     for backend in BACKENDS:
         for clip in (None, 100.0):
             options = {"backend": backend, "max_grad_norm": clip, **RULES[rule]}
-            weights, norms, scale = train(captured=range(0), **options)
-            for captured in (range(5, 30), range(10, 20)):
-                replayed, seen, other = train(captured=captured, **options)
+            for said, (captured, due, counted) in WAYS.items():
+                with measured_at(*due):
+                    weights, norms, scale = train(captured=(), **options)
+                with measured_at(*counted):
+                    replayed, seen, other = train(captured=captured, **options)
                 distance, alike = relative(replayed, weights), torch.allclose(torch.tensor(seen), torch.tensor(norms))
-                said = f"{backend}, clipped to {clip}, replays of steps {captured}"
                 yield (
-                    f"{said}: {distance:.1e} from uncaptured steps, norms alike: {alike}, scale {other:.6g}",
+                    f"{backend}, clipped to {clip}, replays {said}: {distance:.1e} from uncaptured steps, norms alike: "
+                    f"{alike}, scale {other:.6g}",
                     distance < 1e-6 and alike and abs(other - scale) <= 1e-6 * scale,
                 )
 

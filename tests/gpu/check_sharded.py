@@ -4,8 +4,9 @@ Run by hand: `python tests/gpu/check_sharded.py`.
 
 Four ranks share one GPU and talk over gloo, since NCCL refuses two ranks on one device. The optimizers get DTensors on
 the GPU, as from FSDP2, HSDP and FSDP2 x TP, with the gradients of a recorded unsharded run, so that the only
-communication is the one all-reduce of a step. Two ranks save a distributed checkpoint, and one and four resume it.
-What gloo cannot do on a GPU is reported but is no failure. Without a GPU the ranks run on the CPU.
+communication is the one all-reduce of a step, and those of a measurement. Two ranks save a distributed checkpoint, and
+one and four resume it. What gloo cannot do on a GPU is reported but is no failure. Without a GPU the ranks run on the
+CPU.
 """
 
 from __future__ import annotations

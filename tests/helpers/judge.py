@@ -78,8 +78,10 @@ class Loop(Around):
                 self.had_grad[i] = had[i]
 
     def is_held(self) -> bool:
-        is_lr_zero = all(float(group["lr"]) == 0 for group in self.base.param_groups)
-        return self.frozen or (is_lr_zero and not self.ignores_lr)
+        return self.frozen or self.is_lr_zero()
+
+    def is_lr_zero(self) -> bool:
+        return not self.ignores_lr and all(float(group["lr"]) == 0 for group in self.base.param_groups)
 
 
 class PublishedLoop(Loop, Reference):
@@ -122,7 +124,7 @@ class DefaultLoop(Loop, Default):
     has_history = False
 
     def updates(self) -> list[Tensor]:
-        return self.waiting
+        return []  # it keeps none
 
     def late_part(self, indices: list[int]) -> Any:
         return Rule(indices)

@@ -45,8 +45,9 @@ def dtypes(state: Any) -> set[torch.dtype]:
 def test_any_learning_rate_trains_alike(tmp_path: Path) -> None:
     """Its update is computed from float32 weights, where it would lose digits at a small learning rate.
 
-    To the rounding of float32: the base is stepped at the learning rate itself.
+    To the rounding of float32: the base is stepped at the learning rate itself, and how much that changes the layers is
+    measured by 17 products with float32 matrices in a row.
     """
     low, high = (run(arguments(tmp_path, learning_rate=lr))["logs"] for lr in (5e-5, 1.0))
     for key in ("loss", "mechanic/effective_lr"):
-        assert [entry[key] for entry in high] == pytest.approx([entry[key] for entry in low], rel=1e-6)
+        assert [entry[key] for entry in high] == pytest.approx([entry[key] for entry in low], rel=1e-5)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mechanic_plugins.megatron import mechanic_of, mechanize
+from mechanic_plugins.megatron import layout_of_member, mechanic_of, mechanize
 
 LR = 0.01
 CLIP = 1.0
@@ -142,6 +143,19 @@ def trained(rank: int, steps: int, **setup: Any) -> dict[str, Any]:
     run = Run(rank, **setup)
     run.train(range(steps))
     return {**run.result(), "start": {name: p.tolist() for name, p in run.start.items()}}
+
+
+def laid_out(rank: int, **setup: Any) -> dict[str, Any]:
+    """What each of Megatron's optimizers steps on this rank, after two steps."""
+    run = Run(rank, **setup)
+    run.train(range(2))
+    members = []
+    for member in run.optimizer.chained_optimizers:
+        tensors, layout = layout_of_member(member)
+        ranks = dist.get_process_group_ranks(member.get_grad_stats_parallel_group())
+        flat = [tensor.detach().flatten().tolist() for tensor in tensors]
+        members.append({**layout._asdict(), "tensors": flat, "ranks": ranks})
+    return {"members": members, "weights": run.result()["weights"]}
 
 
 @torch.no_grad()

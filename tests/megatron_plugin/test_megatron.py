@@ -13,7 +13,8 @@ from ranks import Ranks
 
 pytest.importorskip("megatron.core")
 
-from megatron_on_cpu import CLIP, DECAY, LR, Plain, batch, on_cpu, refused, resumed, trained
+from megatron_on_cpu import CLIP, DECAY, LR, Plain, batch, laid_out, on_cpu, refused, resumed, trained
+from wholes import assert_same, put_together
 
 from mechanic_plugins import mechanize
 
@@ -79,6 +80,24 @@ def test_a_resumed_run_equals_the_uninterrupted_one(megatrons: Ranks, tmp_path: 
     for whole, second in megatrons(on_cpu, resumed, str(tmp_path), **SETUPS[name], rule=rule):
         assert second["scales"] == whole["scales"][20:]
         assert second["weights"] == whole["weights"]
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_blocks_make_up_the_parameters(megatrons: Ranks, name: str) -> None:
+    setup = SETUPS[name]
+    both = megatrons(on_cpu, laid_out, **setup)
+    first, second = (each["weights"] for each in both)
+    dense = {key: value for key, value in first.items() if "expert" not in key}
+    if setup["split"]:
+        for key, dim in {"up.weight": 0, "up.bias": 0, "down.weight": 1}.items():
+            dense[key] = torch.cat([torch.tensor(first[key]), torch.tensor(second[key])], dim).tolist()
+    experts = [value for weights in (first, second) for key, value in weights.items() if "expert" in key]
+    for index, named in enumerate([list(dense.values()), experts][: len(both[0]["members"])]):
+        members = [each["members"][index] for each in both]
+        for member in members:
+            wholes, times = put_together([members[rank] for rank in member["ranks"]])
+            assert set(times) == {1}
+            assert_same(wholes, named)
 
 
 def test_what_cannot_work_is_refused(megatrons: Ranks) -> None:

@@ -79,6 +79,26 @@ def test_a_new_process_goes_on_bit_for_bit(case: str, resumed: tuple[Path, dict[
     assert not differences(torch.load(folder / f"{case}.end.pt", weights_only=True), ends[case])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("base", ["AdamW", "SGD"])
+def test_a_run_resumes_bit_for_bit_from_each_of_its_first_steps(base: str, dtype: torch.dtype) -> None:
+    """Right before and right after steps that are measured, the first of which moves nothing, and between them."""
+    last, model, saved = 34, perceptron(dtype), []
+    opt = mechanize(ROWS[base].build(model.parameters(), lr=0.1))
+    for step in range(last):
+        if step <= 20:
+            saved.append(copy.deepcopy((model.state_dict(), opt.state_dict())))
+        train(model, opt, 1, first=step)
+    for step, (weights, state) in enumerate(saved):
+        twin = perceptron(dtype, seed=1)
+        resumed = mechanize(ROWS[base].build(twin.parameters(), lr=0.1))
+        twin.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        train(twin, resumed, last - step, first=step)
+        assert not differences(everything(opt), everything(resumed)), step
+
+
 def test_saving_changes_nothing_and_is_not_changed_by_training_on() -> None:
     """A state_dict shares its tensors, like torch's; the tuner's numbers in it are a snapshot."""
     models = perceptron(), perceptron()

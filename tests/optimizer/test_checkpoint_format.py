@@ -91,7 +91,7 @@ def edited(saved: dict[str, Any], index: int, numbers: dict[str, Any] | None = N
 
 # ------------------------------------------------------------------------------------------------ damage to the tuner
 
-MAY_BE_NEGATIVE = {"signal", "s", "r", "q", "z_sum"}
+MAY_BE_NEGATIVE = {"signal", "s", "r", "q", "evidence"}
 FIELDS = [(rule, f.name) for rule in RULES[:2] for f in fields(new_tuners(Settings(rule=rule), 1)[0])]
 NO_NUMBERS = [NAN, INF, -INF, 1e300, None, "1", [], {}, True, 10**400, MISSING]
 
@@ -118,6 +118,7 @@ BESIDE = {
     "settings": [None, 1, [], "relative", MISSING, {}],
     "tuners": [None, "1", 1.5, [], 0, -1, 7, MISSING],
     "tuner": [None, 1.0, [], {}, "", MISSING],
+    "calls": [None, "1", 1.5, -1, True, NAN, [], {}, MISSING],
     "frozen": [None, 0, 1, "True", [], MISSING],
     "released": [None, 0, 1, "released", [], MISSING],
     "last_lr": [NAN, INF, 1e300, -0.1, 0.0, None, "0.1", [], True, 10**400, MISSING],
@@ -160,6 +161,7 @@ def test_a_group_without_an_entry_is_refused(index: int) -> None:
     [
         ({"scale": 1e-3}, {}),
         ({}, {"frozen": True}),
+        ({}, {"calls": 3}),
         ({}, {"released": True}),
         ({}, {"settings": {"rule": "relative", "scope": "group"}}),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -164,13 +163,9 @@ def test_outliers_are_judged_after_clipping(size: float, norm: float) -> None:
             p.grad *= {0: size, 20: 1e6}.get(step, 1.0)
 
     both = Both(ADAMW.cls, norm=norm)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*100 times as long as any before it")
-        both.train(40, change=change)
-        skipped = [opt.metrics()["mechanic/skipped_steps"] for opt in both.opts]
+    both.train(40, change=change)
     both.assert_same(steps=int(both.opts[1].tuner.steps))
-    assert skipped[0] == skipped[1]
-    assert (skipped[1] > 0) == (norm > NORM)
+    assert [opt.metrics()["mechanic/skipped_steps"] for opt in both.opts] == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

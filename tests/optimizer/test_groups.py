@@ -68,6 +68,24 @@ def test_a_frozen_network_learns_when_it_is_thawed() -> None:
     assert sum(losses[-40:]) < sum(losses[20:60])  # averages, as the batches are small
 
 
+@pytest.mark.parametrize("first", [20, 40])
+def test_a_network_thawed_between_two_measurements_moves_at_once(first: int) -> None:
+    """Its first updates are measured whenever they come. It used to stand still until the next power of two."""
+    model, groups = backbone_and_head()
+    model[0].requires_grad_(False)
+    opt = optim.AdamW(groups, scope="group")
+    train(model, opt, first)
+    model[0].requires_grad_(True)
+    before = model[0].weight.clone()
+    assert not opt.is_step_measured
+    train(model, opt, 1, first=first)
+    assert opt.is_step_measured
+    train(model, opt, 2, first=first + 1)
+    assert opt.scales[0] > 0
+    assert not torch.equal(model[0].weight, before)
+    assert not opt.is_step_measured
+
+
 def test_leaving_with_groups_that_never_moved() -> None:
     model, groups = backbone_and_head()
     model[0].requires_grad_(False)
@@ -187,18 +205,21 @@ def pretrained() -> tuple[Any, Any, Any]:
     """The five other digits, a body pretrained on the first five, and the random state after that."""
     datasets = pytest.importorskip("sklearn.datasets")
     x, y = (torch.tensor(part) for part in datasets.load_digits(return_X_y=True))
-    x = (x / 16).float()
+    x = x / 16  # in float64, as roundings part long runs
     torch.manual_seed(0)
     body = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU())
-    optimized(body, torch.nn.Linear(64, 5), x[y < 5], y[y < 5], lambda *parts: plain_pair(*parts, 1e-3, 1e-3), 100)
+    body.double()
+    optimized(
+        body, torch.nn.Linear(64, 5).double(), x[y < 5], y[y < 5], lambda *parts: plain_pair(*parts, 1e-3, 1e-3), 100
+    )
     return (x[y >= 5], y[y >= 5] - 5), body, torch.get_rng_state()
 
 
-def fine_tuned(build: Any, steps: int = 200) -> tuple[float, Any]:
+def fine_tuned(build: Any, steps: int = 800) -> tuple[float, Any]:
     """Fine-tunes the body and a new head on the five other digits. Returns the training loss and the optimizer."""
     digits, body, random = pretrained()
     torch.set_rng_state(random)
-    return optimized(copy.deepcopy(body), torch.nn.Linear(64, 5), *digits, build, steps)
+    return optimized(copy.deepcopy(body), torch.nn.Linear(64, 5).double(), *digits, build, steps)
 
 
 def optimized(body: Any, head: Any, x: Any, y: Any, build: Any, steps: int) -> tuple[float, Any]:
@@ -224,12 +245,12 @@ def plain_pair(body: Any, head: Any, *lrs: float) -> Any:
 
 @pytest.mark.slow
 def test_a_scale_for_each_network_is_as_good_as_the_best_pair() -> None:
-    """The given pair of learning rates does not matter, either."""
+    """In runs of that length: one of 200 steps is over before the scales have grown. The given pair does not matter."""
     best, _ = fine_tuned(lambda body, head: plain_pair(body, head, 1e-2, 1e-1))  # of every pair of decades
     found = []
     for lrs in ((1.0, 1.0), (1.0, 10.0), (0.1, 1e-3)):
         loss, opt = fine_tuned(lambda body, head, lrs=lrs: optim.AdamW(pair(body, head, *lrs), scope="group"))
-        assert loss < best + 0.02
+        assert loss < 1.5 * best
         found.append((loss, *(s * lr for s, lr in zip(opt.scales.tolist(), lrs, strict=True))))
-    assert found[1] == pytest.approx(found[0], rel=0.02)
-    assert found[2] == pytest.approx(found[0], rel=0.02)
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)

@@ -72,23 +72,16 @@ def test_metrics_of_one_group_before_and_after_a_step() -> None:
     assert metrics["mechanic/h"] != 0
 
 
-def typical(tensors: list[torch.Tensor]) -> float:
-    """The cubed mean of the cube roots of weights of which none is 0."""
-    return torch.cat([x.flatten() for x in tensors]).abs().pow(1 / 3).mean().item() ** 3
-
-
 @pytest.mark.parametrize("scope", ["all", "group"])
 def test_how_far_the_weights_have_moved(scope: Any) -> None:
     model = perceptron()
     start = [p.detach().clone() for p in model.parameters()]
-    parts = [start] if scope == "all" else [start[:2], start[2:]]
-    size = math.hypot(*(math.sqrt(sum(x.numel() for x in part)) * typical(part) for part in parts))
     opt = mechanize(ADAMW(two_groups(model), lr=0.5), scope=scope)
     for step in range(8):
         far = math.hypot(*((p - x).norm().item() for p, x in zip(model.parameters(), start, strict=True)))
         train(model, opt, 1, first=step)
-        assert opt.metrics()["mechanic/moved"] == pytest.approx(far / size if step > 1 else 0.0, rel=1e-5)
-    assert far > 0.05 * size
+        assert opt.metrics()["mechanic/moved"] == pytest.approx(far if step > 1 else 0.0, rel=1e-5)
+    assert far > 0.03
 
 
 def test_how_far_is_not_always_known() -> None:

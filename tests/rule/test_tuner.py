@@ -11,19 +11,19 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from reference_default import PRIOR
 from torch import Tensor
 
 from mechanic_plugins.rule.decide import Decision, clip_factor, decide, new_tuners
+from mechanic_plugins.rule.default import CLIP, TARGET, DefaultTuner, is_due
 from mechanic_plugins.rule.settings import Rule, Settings
 from mechanic_plugins.rule.sums import Sums, with_scaled_gradients
 
 RULES = get_args(Rule)
 PUBLISHED = [rule for rule in RULES if rule != "relative"]
-REACH = math.exp(3)
-"""How far the evidence can move the default rule's scale, up or down."""
-FIRST = (0.0, 4.0, 4.0, 3.0, 0.0, 2.0)
-"""The sums of the first step: |g| = 2, four nonzero elements of the gradient, two weights with a mean root of 1.5."""
+FIRST = (0.0, 4.0, 4.0, 0.0, 0.0, 0.0)
+"""The sums of the first step: |g| = 2, |x| = 2."""
+CHANGE = 0.25
+"""What `played` measures: how much a step changes the median layer, per unit of scale * lr."""
 STEPS: list[tuple[float, ...]] = [
     (-2.0, 4.0, 9.0, 0.5, 1.0, 0.0),
     (-3.0, 4.0, 9.0, 1.0, 4.0, 0.0),
@@ -31,7 +31,7 @@ STEPS: list[tuple[float, ...]] = [
     (-0.5, 1.0, 8.0, -1.5, 6.0, 0.0),
 ]
 """The sign of dg changes, as on a real problem."""
-COUNTED = {"steps", "skipped", "top_lr", "longest", "path", "sum_scale_lr", "sum_lr", "full_steps"}
+COUNTED = {"steps", "skipped", "top_lr", "g_squares", "g_count", "sum_scale_lr", "sum_lr"}
 """What a step changes while the scale is held."""
 
 
@@ -52,10 +52,18 @@ def after(tuner: Any, sums: Sequence[float], settings: Settings | None = None, *
     return step([tuner], sums, settings=settings, **options).tuners[0]
 
 
+def measured(tuners: list[Any], change: float = CHANGE) -> list[Any]:
+    """The tuners, which know what the last step has changed."""
+    for tuner in tuners:
+        if isinstance(tuner, DefaultTuner):
+            assert tuner.take_measurement(change)
+    return tuners
+
+
 def played(steps: Sequence[Sequence[float]], settings: Settings | None = None, lr: float = 1.0) -> Any:
     [tuner] = new(settings)
     for sums in steps:
-        tuner = after(tuner, sums, settings, lrs=[lr])
+        [tuner] = measured([after(tuner, sums, settings, lrs=[lr])])
     return tuner
 
 
@@ -68,33 +76,36 @@ def walk(seed: int, steps: int, lr: float = 1.0, factor: float = 1.0) -> list[fl
     """The scales of an SGD run on a noisy quadratic of 8 weights, computed in plain floats."""
     generator = np.random.default_rng(seed)
     x_0, curvature = generator.normal(size=8), np.logspace(-2, 0, 8)
-    x, waiting, tuners, scales = x_0.copy(), np.zeros(8), new(), []
+    x, tuners, scales = x_0.copy(), new(), []
     for t in range(steps):
         g = factor * (curvature * x + generator.normal(size=8))
-        d = x - x_0 if tuners[0].scale > 0 else waiting
-        sizes = (8, np.cbrt(np.minimum(np.abs(x), 1)).sum(), 0.0, 8)
-        outcome = step(tuners, [d @ g, g @ g, *(sizes if t == 0 else (8, d @ x, d @ d, 0))], lrs=[lr])
+        d = x - x_0
+        outcome = step(tuners, [d @ g, g @ g, x @ x, d @ x, d @ d, 0.0], lrs=[lr])
         tuners, scale = outcome.tuners, outcome.new_scales[0]
-        waiting = waiting - lr * g
-        x = x - scale * lr * g
+        x = x - scale * lr * outcome.clip * g
+        if is_due(t + 1):
+            tuners[0].take_measurement(outcome.clip * np.linalg.norm(g) / np.linalg.norm(x))
         scales.append(scale * lr * factor)  # normalised to a factor and lr of 1
     return scales
 
 
 def test_the_default_rule_by_hand() -> None:
-    """With lr 0.5: size = (3 / 2)^3, of 4 and then 9 elements; U = 2 / 0.5, then sqrt(10)."""
-    s_1 = PRIOR * (3 / 2) ** 3 * 9**0.375 / 2
+    """With lr 0.5, and a change of 0.25 per unit of scale * lr."""
     first = step(new(), FIRST, lrs=[0.5])
-    assert first.new_scales == [0.0]
-    second = step(first.tuners, STEPS[0], lrs=[0.5])
-    assert (second.is_made, second.clip) == (True, 1.0)
-    assert (second.old_scales, second.new_scales) == ([0.0], pytest.approx([s_1], rel=1e-15))
-    third = step(second.tuners, (-3.0 * s_1, 4.0, 9.0, 1.0, s_1**2, 0.0), lrs=[0.5])
-    s_2 = s_1 * 4 / math.sqrt(10) * math.exp(3 / math.sqrt(40))
+    assert (first.is_made, first.clip, first.old_scales, first.new_scales) == (True, 1.0, [0.0], [0.0])
+    second = step(measured(first.tuners), (0.0, 4.0, 9.0, 0.0, 0.0, 0.0), lrs=[0.5])
+    s_1 = 0.02 * 0.1 / (0.25 * 0.5)  # the second of twenty gradients
+    assert second.new_scales == pytest.approx([s_1], rel=1e-15)
+    # z = 3 s_1 is the first, so q = 1. The gradients have grown beyond those at the measurement.
+    third = step(measured(second.tuners), (-3.0 * s_1, 36.0, 9.0, 1.0, s_1**2, 0.0), lrs=[0.5])
+    evidence = 0.15 * (1 - 0.1) / (0.1 + 60)
+    growth = (4 * (39 / 40) ** 2 + 4 * 39 / 40 + 36) / ((39 / 40) ** 2 + 39 / 40 + 1) / 4
+    s_2 = 0.02 * 0.15 / (0.25 * 0.5 * math.sqrt(growth)) * math.exp(evidence)
     assert third.new_scales == pytest.approx([s_2], rel=1e-14)
     [tuner] = third.tuners
     assert tuner.signal == pytest.approx(-3.0, rel=1e-15)
     assert (tuner.sum_scale_lr, tuner.sum_lr, tuner.steps) == pytest.approx((0.5 * (s_1 + s_2), 1.0, 3))
+    assert (tuner.evidence, tuner.full_steps, tuner.gradients) == pytest.approx((evidence, 0.25, 3), rel=1e-14)
 
 
 @pytest.mark.parametrize("factor", [1e-12, 1e-3, 1e40, 1e100])
@@ -146,15 +157,16 @@ def test_tuners_do_not_know_of_each_other(rule: Rule) -> None:
     other = [(-10 * dg, gg, 2 * xx, dx, dd, dp) for dg, gg, xx, dx, dd, dp in (FIRST, *STEPS)]
     together = new(settings, 2)
     for a, b in zip((FIRST, *STEPS), other, strict=True):
-        together = step(together, a, b, settings=settings).tuners
+        together = measured(step(together, a, b, settings=settings).tuners)
     assert together == [played((FIRST, *STEPS), settings), played(other, settings)]
 
 
 @pytest.mark.parametrize("rule", ["relative", "paper", "theory"])
 def test_nothing_is_played_before_there_is_a_delta(rule: Rule) -> None:
     """A warm-up from lr 0 has many such steps: there must be no 0 / 0, and counting must not start too early."""
-    first = FIRST if rule == "relative" else (0.0, 4.0, 9.0, 0.0, 0.0, 0.0)
-    tuner = played([first, *[(0.0, 4.0, 9.0, 0.0, 0.0, 0.0)] * 4], Settings(rule=rule))
+    tuner = new(Settings(rule=rule))[0]
+    for _ in range(5):
+        tuner = after(tuner, (0.0, 4.0, 9.0, 0.0, 0.0, 0.0), Settings(rule=rule))
     assert tuner.scale == 0
     assert all(map(math.isfinite, tuner.numbers()))
 
@@ -201,38 +213,46 @@ def test_a_step_without_any_gradient_is_not_made_and_not_skipped(rule: Rule) -> 
     assert outcome.tuners == [tuner]
 
 
-def test_an_outlier_of_one_tuner_skips_the_step_of_all() -> None:
-    before = step(new(count=2), FIRST, FIRST).tuners
-    outcome = step(before, (0.0, 4e4 + 1, 0.0, 0.0, 0.0, 0.0), (0.0, 9.0, 0.0, 0.0, 0.0, 0.0))
-    assert not outcome.is_made
-    assert [tuner.longest for tuner in outcome.tuners] == [200.0, 3.0]
-    assert [tuner.skipped for tuner in outcome.tuners] == [1, 1]
-    for was, tuner in zip(before, outcome.tuners, strict=True):
-        assert changed(was, tuner) == {"longest", "skipped"}
+@pytest.mark.parametrize("count", [1, 2])
+def test_outliers_are_shortened_for_all_tuners_alike(count: int) -> None:
+    """To five times the last ones, in the norm of all gradients, which is what the base is stepped with too."""
+    tuners = new(count=count)
+    for _ in range(5):
+        tuners = measured(step(tuners, *[FIRST] * count).tuners)
+    outlier = (0.5, 1e8, 4.0, 0.0, 0.1, 0.0)
+    outcome = step(tuners, outlier, *[FIRST] * (count - 1))
+    factor = CLIP * math.sqrt(4 * count) / math.sqrt(1e8 + 4 * (count - 1))
+    assert outcome.clip == pytest.approx(factor, rel=1e-14)
+    shortened = [(factor * dg, factor**2 * gg, *rest) for dg, gg, *rest in (outlier, *[FIRST] * (count - 1))]
+    plain = step(tuners, *shortened)
+    assert plain.clip == 1
+    for a, b in zip(outcome.tuners, plain.tuners, strict=True):
+        assert a.numbers() == pytest.approx(b.numbers(), rel=1e-12)
 
 
-def test_outliers_are_skipped_a_few_times_only() -> None:
-    """Gradients may have grown for good, or belong to a rare class that comes every 5,000 steps."""
-    tuner, skipped = played([FIRST, *STEPS]), []
-    for _ in range(20):
-        outcome = step([tuner], (0.0, 1e20, 9.0, 0.0, 1.0, 0.0))
+def test_gradients_that_stay_long_are_soon_taken_as_they_are() -> None:
+    tuner, clips = played([FIRST] * 100), []
+    for _ in range(30):
+        outcome = step([tuner], (0.0, 4e4, 9.0, 0.0, 1.0, 0.0))
         [tuner] = outcome.tuners
-        skipped.append(not outcome.is_made)
-    assert skipped == sorted(skipped, reverse=True)
-    assert 3 <= sum(skipped) <= 5
+        clips.append(outcome.clip)
+    assert clips == sorted(clips)
+    assert clips[0] == pytest.approx(0.05, rel=1e-9)
+    assert clips.index(1.0) < 20
 
-    tuner = played([(*FIRST[:1], 1e-10, *FIRST[2:])])
-    for t in range(50_001):
-        gg = 1.0 if t % 5_000 == 0 else 1e-10
-        tuner = after(tuner, (0.0, gg, 9.0, 0.0, 1.0, 0.0))
-    assert 1 <= tuner.skipped <= 2
+
+def test_a_first_gradient_of_a_tuner_is_not_judged() -> None:
+    tuners = [played([FIRST]), *new()]
+    assert step(tuners, FIRST, (0.0, 1e20, 9.0, 0.0, 0.0, 0.0)).clip == 1
+    assert step(tuners, (0.0, 1e20, 9.0, 0.0, 0.0, 0.0), (0.0,) * 6).clip < 1
 
 
 @pytest.mark.parametrize("rule", PUBLISHED)
-def test_published_rules_skip_no_outlier(rule: Rule) -> None:
+def test_published_rules_shorten_no_outlier(rule: Rule) -> None:
     settings = Settings(rule=rule)
     tuner = played([FIRST, *STEPS], settings)
-    assert step([tuner], (0.0, 1e20, 9.0, 0.0, 1.0, 0.0), settings=settings).is_made
+    outcome = step([tuner], (0.0, 1e20, 9.0, 0.0, 1.0, 0.0), settings=settings)
+    assert (outcome.is_made, outcome.clip) == (True, 1.0)
 
 
 def test_a_penalty_is_part_of_what_is_minimised_by_the_default_rule_alone() -> None:
@@ -263,62 +283,82 @@ def test_the_cap_holds_in_sum_and_keeps_the_shares(rule: Rule, cap: float) -> No
         assert sum(capped.s) == pytest.approx(cap, rel=1e-15)
 
 
-@pytest.mark.parametrize(("sign", "bound"), [(-1.0, REACH), (1.0, 1 / REACH)])
-def test_the_evidence_moves_the_scale_by_a_bounded_factor(sign: float, bound: float) -> None:
-    """Holds however long the evidence agrees, as long as updates keep the length of the first.
-
-    There are so many weights that ten thousand steps do not take them twenty times their size from the start.
-    """
-    tuner = played([(0.0, 4.0, 1e16, 3.0, 0.0, 2.0), STEPS[0]])
-    once, length = tuner.scale, tuner.length
+@pytest.mark.parametrize(("sign", "power"), [(-1.0, 0.9), (1.0, -1.1)])
+def test_evidence_that_agrees_moves_the_scale_by_a_power_of_time(sign: float, power: float) -> None:
+    """E grows by (1 - 0.1) / (n + 60), so exp(E) as (n + 60)^0.9."""
+    tuner = played([FIRST] * 30)
+    scales, counts = [], []
     for _ in range(10_000):
-        tuner = after(tuner, (sign, 1.0, 9.0, 0.0, length**2 * tuner.path, 0.0))
-    assert tuner.length == pytest.approx(length, rel=1e-9)
-    assert tuner.scale / once == pytest.approx(bound, rel=0.1)
+        tuner = after(tuner, (sign, 4.0, 9.0, 0.0, 0.0, 0.0))
+        scales.append(tuner.scale)
+        counts.append(tuner.full_steps + 60)
+    slope = math.log(scales[-1] / scales[99]) / math.log(counts[-1] / counts[99])
+    assert slope == pytest.approx(power, rel=1e-3)
 
 
-@pytest.mark.parametrize(("far", "times"), [(0.99, 1.0), (5.0, 5.0)])
-def test_far_from_the_start_the_distance_is_the_size(far: float, times: float) -> None:
-    """From twenty times the weights' size on, which is how far the evidence alone reaches."""
-    tuner = played([FIRST, *STEPS[:2]])
-    larger = tuner.copy()
-    larger.size *= times
-    square = tuner.trained * (far * REACH * tuner.size) ** 2
-    scales = [after(each, (-1.0, 4.0, 9.0, 0.0, square, 0.0)).scale for each in (tuner, larger)]
-    assert scales[0] == pytest.approx(scales[1], rel=1e-12)
+def test_noise_moves_the_scale_little() -> None:
+    """Its sum is bounded, and TOP alone moves the scale by a tenth's power of time."""
+    random = np.random.default_rng(0)
+    tuner = played([FIRST] * 30)
+    for _ in range(10_000):
+        tuner = after(tuner, (random.normal(), 4.0, 9.0, 0.0, 0.0, 0.0))
+    assert tuner.evidence == pytest.approx(-0.1 * math.log(10_000 / 80), abs=0.3)
 
 
-def test_a_walk_that_goes_all_ways_keeps_the_scale() -> None:
-    """A random walk of n steps covers sqrt(n) steps; a straight one covers n, and its scale falls as 1 / sqrt(n)."""
-    scales = {}
-    for way in (0.5, 1.0):
-        tuner = played([FIRST, STEPS[0]])
-        once, length, travelled = tuner.scale, tuner.length, 0.0
-        for _ in range(400):
-            travelled += tuner.scale ** (1 / way)
-            tuner = after(tuner, (0.0, 1.0, 9.0, 0.0, (length * travelled**way) ** 2, 0.0))
-        scales[way] = tuner.scale / once
-    assert scales[0.5] == pytest.approx(1, rel=1e-9)
-    assert 1 / 30 < scales[1.0] < 1 / 10
+def test_a_schedule_that_falls_lifts_the_scale_until_it_rises_again() -> None:
+    tuner = played([FIRST] * 30)
+    high = tuner.full_steps + 60
+    for _ in range(100):
+        tuner = after(tuner, FIRST, lrs=[0.5])
+    assert tuner.bonus == pytest.approx(0.6 * math.log((high + 50) / high), rel=0.01)
+    assert tuner.scale == pytest.approx(TARGET / CHANGE * math.exp(tuner.evidence + tuner.bonus), rel=1e-12)
+    assert after(tuner, FIRST, lrs=[1 - 1e-9]).bonus == 0  # rounding is no fall
 
 
-@pytest.mark.parametrize("steps", [400, 8_000])
-def test_the_window_of_the_evidence_is_the_same_in_a_long_run(steps: int) -> None:
-    """Two hundred steps of opposite evidence outweigh all earlier evidence, and twenty do not."""
-    tuner, signs = played([FIRST, STEPS[0]]), []
-    for t in range(steps + 200):
-        tuner = after(tuner, (-1.0 if t < steps else 1.0, 1.0, 9.0, 0.0, 1e-6, 0.0))
-        signs.append(tuner.z_sum > 0)
-    assert signs[: steps + 20] == [True] * (steps + 20)
-    assert not signs[-1]
+def test_measurements_are_averaged_over_the_steps() -> None:
+    """Each stands for the steps since the one before."""
+    tuner = played([FIRST] * 30)
+    before, kept = tuner.full_steps, tuner.change_square
+    for _ in range(5):
+        tuner = after(tuner, FIRST)
+    assert tuner.take_measurement(2.0)
+    assert tuner.change_square == pytest.approx((before * kept + 5 * 4.0) / (before + 5), rel=1e-12)
+    assert tuner.measured == tuner.full_steps
 
 
-def test_steps_that_hardly_move_prove_little() -> None:
-    """At a thousandth of the run's mean scale, evidence counts a thousandth, so that a fallen scale can rise again."""
-    tuner = played([FIRST, *STEPS[:2]])
-    tuner.scale = tuner.sum_scale_lr / tuner.sum_lr / 1000
-    now = after(tuner, (1.0, 1.0, 9.0, 0.0, tuner.length**2 * tuner.path, 0.0))
-    assert now.z_squares == pytest.approx(tuner.z_squares * (1 - 1e-3 / 40) + 1e-3, rel=1e-12)
+@pytest.mark.parametrize(("times", "may_stay"), [(9.9, True), (10.1, False)])
+def test_an_absurdly_long_step_may_not_stay(times: float, may_stay: bool) -> None:
+    tuner = after(played([FIRST] * 5), FIRST)
+    assert tuner.take_measurement(times * CHANGE) is may_stay
+    if not may_stay:
+        assert tuner.change_square == pytest.approx((times * CHANGE) ** 2, rel=1e-15)
+        assert (tuner.sum_scale_lr, tuner.sum_lr) == (0, 0)
+
+
+@pytest.mark.parametrize("change", [0.0, math.nan, math.inf])
+def test_a_change_that_is_none_is_not_taken_in(change: float) -> None:
+    tuner = after(played([FIRST] * 5), FIRST)
+    before = tuner.copy()
+    assert tuner.take_measurement(change)
+    assert tuner == before
+
+
+def test_a_step_without_a_gradient_measures_nothing() -> None:
+    """AdamW's decay would: the first real step was then a hundred times too long."""
+    tuner = after(new()[0], (0.0, 0.0, 4.0, 0.0, 0.0, 0.0))
+    assert tuner.take_measurement(0.01)
+    assert tuner.change_square == 0
+
+
+def test_what_waits_for_its_first_measurement() -> None:
+    tuner = new()[0]
+    assert not tuner.waits_for_measurement
+    tuner = after(tuner, FIRST, lrs=[0.0])
+    assert not tuner.waits_for_measurement  # held at 0 so far
+    tuner = after(tuner, FIRST)
+    assert tuner.waits_for_measurement
+    measured([tuner])
+    assert not tuner.waits_for_measurement
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -362,9 +402,9 @@ def test_scaled_gradients_scale_their_sums() -> None:
 
 
 def test_a_schedule_that_stands_at_zero_at_the_first_move() -> None:
-    """One group's schedule is at zero while others train. Steps that are only measured add nothing to its path."""
+    """One group's schedule is at zero while others train."""
     tuner = after(played([FIRST]), STEPS[0], lrs=[0.0])
     for lr in (0.0, 0.0, 1.0):
         tuner = after(tuner, (0.0, 4.0, 9.0, 1.0, 0.0, 0.0), lrs=[lr])
-    assert tuner.path == pytest.approx(tuner.scale**2, rel=1e-15)
     assert all(map(math.isfinite, tuner.numbers()))
+    assert tuner.full_steps == pytest.approx(5 / 20)  # the fifth gradient's weight alone

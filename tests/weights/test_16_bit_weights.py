@@ -63,7 +63,8 @@ def test_16_bit_weights_train_as_float32_ones_do_whatever_the_lr(base: str, dtyp
             longest = max(longest, opt.effective_lrs[0])
         scales[wide], ends[wide] = opt.scale.item(), p.detach().float()
     assert (ends[True] - 1).abs().max() > 0.1, "nothing was learned that could be compared"
-    apart = 2 * longest if base == "Lion" else longest / 4.25  # a sign flipped by rounding makes two steps
+    # A sign flipped by rounding makes two of Lion's steps. Rounded weights also shift the gradients by up to 0.004.
+    apart = 2 * longest if base == "Lion" else longest / 2
     differences = (ends[False] - ends[True]).abs()
     if base == "Adafactor":  # single weights oscillate by a step, in a direction that rounding decides
         assert differences.mean() < longest / 10

@@ -65,24 +65,21 @@ def test_it_trains_as_well_in_two_bytes(base: str, backend: Any) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
-def test_a_long_warm_up_starts_slowly_in_two_bytes() -> None:
-    """As docs/options.md says, a reference's rounding matters until the weights have moved by more than that."""
+def test_the_first_steps_are_as_long_in_two_bytes() -> None:
+    """The weights have moved by less than the rounding of where they started: it is in the evidence alone."""
     scales: dict[str, list[float]] = {}
     for name, options in (("four", {}), ("two", BF16)):
         net = network()
         optimizer = mechanize(BASES["AdamW"](net.parameters()), **options)
-        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 1000, 1.0))
         scales[name] = []
-        for step in range(400):
+        for step in range(100):
             x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
             optimizer.zero_grad()
             nn.functional.mse_loss(net(x), x[:, :2].sin()).backward()
             optimizer.step()
-            warm_up.step()
             scales[name].append(optimizer.scale.item())
-    ratios = [two / four for two, four in zip(scales["two"], scales["four"], strict=True) if four]
-    assert 0.01 < min(ratios[:30]) < 0.2
-    assert 0.8 < ratios[-1] < 1.25
+    assert scales["two"][:9] == pytest.approx(scales["four"][:9], rel=0.02)
+    assert scales["two"] == pytest.approx(scales["four"], rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from mechanic_plugins import mechanize
 from mechanic_plugins.lion import Lion
 from mechanic_plugins.muon import MuonWithAdamW
+from mechanic_plugins.optimizer import step
+from mechanic_plugins.rule import decide
 from mechanic_plugins.rule import default as relative
 
 __all__ = ["METHODS", "USUAL", "Method"]
@@ -89,20 +91,22 @@ def mechanic(*lrs: float, **options: Any) -> Method:
     return Method(build, lrs or (1.0,))
 
 
-_NUMBERS = {name: getattr(relative, name) for name in ("PRIOR", "POWER", "START", "GAIN", "WINDOW")}
+_NUMBERS = {
+    name: getattr(relative, name)
+    for name in ("TARGET", "RAMP", "WINDOW", "PATIENCE", "TOP", "FALL", "CLIP", "TOO_LONG")
+}
+"""The numbers of the default rule."""
 
 
 def ablated(number: str, factor: float) -> Method:
-    """Mechanic with one number of its rule multiplied. Sets globals, so a process trains one method at a time.
-
-    If POWER changes, PRIOR is adapted so that networks of ten million weights keep their size.
-    """
+    """Mechanic with one number of its rule multiplied. Sets globals, so a process trains one method at a time."""
     changed = {**_NUMBERS, **({number: _NUMBERS[number] * factor} if number else {})}
-    changed["PRIOR"] *= 1e7 ** (_NUMBERS["POWER"] - changed["POWER"])
 
     def build(problem: Problem, member: nn.Module, lr: float) -> Optimizer:
         for name, value in changed.items():
-            setattr(relative, name, value)
+            for module in (relative, decide, step):  # what they import is their own
+                if hasattr(module, name):
+                    setattr(module, name, value)
         # GPU kernels have the numbers compiled in
         return mechanize(base_optimizer(problem, member, lr), backend="foreach" if number else "auto")
 
@@ -187,9 +191,8 @@ METHODS: dict[str, Method] = {
 USUAL = tuple(METHODS)
 """The methods compared by default."""
 METHODS |= {
-    f"mechanic, {name} x{factor:.3g}": ablated(name, factor)
+    f"mechanic, {name} x{factor:g}": ablated(name, factor)
     for name in _NUMBERS
-    for factor in ((2 / 3, 4 / 3) if name == "POWER" else (0.5, 2.0))
+    for factor in {"TOP": (0.0, 3.0), "FALL": (0.0, 2.0), "CLIP": (0.5, 1e3), "TOO_LONG": (1e3,)}.get(name, (0.5, 2.0))
 }
-METHODS["mechanic, GAIN x0"] = ablated("GAIN", 0.0)
 METHODS["mechanic, rule paper, s_decay 0.1"] = mechanic(rule="paper", s_decay=0.1)

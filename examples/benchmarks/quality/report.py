@@ -235,7 +235,7 @@ Divided by the schedule's factor: what a fixed peak learning rate would have to 
 {lrs}{trends}"""
 
 
-_ABLATED = """In brackets: problems x seeds. START x0.5 is the first update at its own length."""
+_ABLATED = """In brackets: problems x seeds."""
 
 
 def page(results: Results, records: Sequence[Record]) -> str:

@@ -27,7 +27,7 @@ __all__ = [
 Record = dict[str, Any]
 SOLVED = 1e-4
 """If all losses are below this, none is better: which of them is closest to zero means nothing."""
-ABLATION = re.compile(r"mechanic, ([A-Z]+) (x[\d.]+)")
+ABLATION = re.compile(r"mechanic, ([A-Z_]+) (x[\d.]+)")
 """Matches the names of methods with one number of the rule multiplied."""
 NAMES = {
     "mechanic": "default rule",

@@ -230,6 +230,37 @@ def test_nothing_moves_at_an_lr_of_zero_and_frozen_parameters_never(backend: Any
     assert all(a != b for a, b in itertools.pairwise(moving[1:]))
 
 
+@pytest.mark.parametrize(("backend", "base"), [("fused", "adamw"), ("triton", "told adamw")])
+def test_a_captured_step_is_not_measured_and_its_numbers_follow_the_others(
+    backend: Any, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring waits for the device, which a capture forbids. Replays must go on from what the host has decided."""
+    p = nn.Parameter(torch.randn(4, 8))
+    optimizer = mechanize((BASES | TOLD)[base]([p]), backend=backend)
+    for step in range(8):
+        if step == 5:
+            assert optimizer.is_step_measured
+        for module in ("optimizer.step", "kernels.gpu_tuner"):
+            monkeypatch.setattr(f"mechanic_plugins.{module}.is_capturing", lambda device, step=step: step == 5)
+        if step == 5:
+            assert not optimizer.is_step_measured
+        if step == 7:
+            monkeypatch.setattr("mechanic_plugins.optimizer.step.is_due", lambda step: True)
+            assert optimizer.is_step_measured
+        p.grad = p.detach() - 0.5 * math.cos(step)
+        optimizer.step()
+        if step == 5:
+            captured = optimizer._learned.captured
+            assert captured is not None
+    [tuner] = optimizer._learned.tuners
+    assert captured.tolist() == tuner.numbers()
+    assert tuner.steps == 8
+    assert tuner.measured > 6 / 20 + 1  # the full steps so far, of which the last was measured
+    p.grad = p.detach() - 1
+    optimizer.step()
+    assert captured[type(tuner).floats().index("steps")] == 9
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("backend", "base"), [("fused", "adamw"), ("triton", "told adamw")])
 def test_every_launch_is_made_on_its_tensors_device(

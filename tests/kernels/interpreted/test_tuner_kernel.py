@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mechanic_plugins.kernels import gpu_tuner
 from mechanic_plugins.rule.decide import decide, new_tuners
-from mechanic_plugins.rule.default import BEGINNING, DefaultTuner
+from mechanic_plugins.rule.default import DefaultTuner
 from mechanic_plugins.rule.published import PublishedTuner
 from mechanic_plugins.rule.settings import Settings
 from mechanic_plugins.rule.sums import Sums
@@ -44,28 +44,40 @@ def vectors(tuners: int, steps: int) -> Iterator[list[float]]:
             sums[:, [Sums._fields.index("dg"), Sums._fields.index("dd")]] = 0
             sums.abs_()
         sums[0, _GG] *= {7: 0.0, 14: 1e12, 15: 1e12, 21: 1e30}.get(step, 1.0)
-        sums[:, Sums._fields.index("dd")] *= 1e6 if step > 17 else 1.0
         sums[-1, _DG] += {8: math.inf, 10: math.nan, 9: math.nan}.get(step, 0.0)
         yield [*sums.flatten().tolist(), float(step not in (9, 12))]
 
 
 def compare(
-    tuners: list[Tuner], settings: Settings, norm: float | None, *, steps: int = 24, begins: int = 0
+    tuners: list[Tuner],
+    settings: Settings,
+    norm: float | None,
+    *,
+    steps: int = 24,
+    measured: tuple[int, ...] = (),
+    held: tuple[int, ...] = (13,),
 ) -> tuple[list[Tuner], int]:
-    """Returns the tuners in the end, and the number of steps that both made alike."""
+    """Returns the tuners in the end, and the number of steps that both made alike.
+
+    The host alone makes the steps in `measured`. The scale is held in those of `held`, in all but the first of them
+    because every learning rate is 0.
+    """
     kind, by_kernel, alike = type(tuners[0]), flat(tuners), 0
     for step, vector in enumerate(vectors(len(tuners), steps)):
         lrs = [0.1 * min(step, 8, steps - step) + index for index in range(len(tuners))]
-        shared: dict[str, Any] = {"hold": step == 13, "max_grad_norm": norm}
+        if step in held[1:]:
+            lrs = [0.0 for _ in lrs]
+        shared: dict[str, Any] = {"hold": step in held, "max_grad_norm": norm}
         decision = decide(tuners, vector, lrs, settings, **shared)
-        if min(tuner.gradients for tuner in tuners) < begins:
+        if step in measured:
             tuners = decision.tuners
+            for index, tuner in enumerate(tuners):
+                assert isinstance(tuner, DefaultTuner)
+                tuner.take_measurement((0.1 + index) * (1 + 0.3 * math.sin(step)))
             by_kernel = flat(tuners)
             continue
-        before = by_kernel.clone()
         sums = torch.tensor(vector, dtype=torch.float64, device=DEVICE)
         by_kernel, table = gpu_tuner.launch(by_kernel, sums, kind=kind, settings=settings, lrs=lrs, **shared)
-        assert alike or torch.equal(before, flat(tuners))
         rows = zip(decision.new_scales, decision.old_scales, decision.tuners, strict=True)
         expected = [[new, decision.is_made, decision.clip, old, tuner.steps] for new, old, tuner in rows]
         torch.testing.assert_close(table.cpu(), torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=0)
@@ -79,30 +91,63 @@ def compare(
     return tuners, alike
 
 
+HOST_STEPS = 0, 1, 2, 3, 11, 27
+"""Those that are measured here, before, between and after the kernel's."""
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("norm", [None, 0.1, 1.3, math.inf])
 def test_the_default_rule(count: int, norm: float | None) -> None:
-    settings = Settings()
-    tuners, alike = compare(new_tuners(settings, count), settings, norm, begins=BEGINNING)
-    assert alike > 15
-    assert min(tuner.scale for tuner in tuners) > 0
-    assert tuners[0].skipped == (5 if norm in (None, math.inf) else 2)  # outliers, unless clipped
+    settings, tuners = Settings(), new_tuners(Settings(), count)
+    tuners, alike = compare(tuners, settings, norm, steps=40, measured=HOST_STEPS, held=(13, 16))
+    assert alike == 40 - len(HOST_STEPS)
+    assert tuners[0].skipped == 2
+    for tuner in tuners:
+        assert isinstance(tuner, DefaultTuner)
+        assert tuner.scale > 0 != tuner.evidence
+        assert tuner.bonus > 0  # the learning rate has fallen
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_that_are_far_longer_than_the_last_ones_are_shortened(count: int) -> None:
+    settings, tuners = Settings(), new_tuners(Settings(), count)
+    clips = []
+    for step, vector in enumerate(vectors(count, 40)):
+        lrs = [1.0] * count
+        decision = decide(tuners, vector, lrs, settings)
+        if step < 3:
+            tuners = decision.tuners
+            for tuner in tuners:
+                assert isinstance(tuner, DefaultTuner)
+                tuner.take_measurement(0.1)
+            continue
+        shared: dict[str, Any] = {"lrs": lrs, "hold": False, "max_grad_norm": None}
+        sums = torch.tensor(vector, dtype=torch.float64, device=DEVICE)
+        _, table = gpu_tuner.launch(flat(tuners), sums, kind=DefaultTuner, settings=settings, **shared)
+        assert table[0, 2].item() == pytest.approx(decision.clip, rel=1e-12)
+        clips.append(decision.clip)
+        tuners = decision.tuners
+    assert sorted(clips)[:3] == pytest.approx([0, 0, 0], abs=1e-4)
+    assert sorted(clips)[3] > 0.1
 
 
 def test_the_default_rule_under_a_cap() -> None:
-    ends = [compare(new_tuners(Settings(), 1), Settings(max_scale=cap), 0.1, begins=BEGINNING) for cap in (None, 1e-7)]
-    (free, _), (capped, _) = ends
-    assert 0 < capped[0].sum_scale_lr < free[0].sum_scale_lr
+    ends = []
+    for cap in (None, 1e-3):
+        ends.append(compare(new_tuners(Settings(), 1), Settings(max_scale=cap), 0.1, measured=HOST_STEPS[:-1])[0][0])
+    assert ends[1].scale == 1e-3
+    assert 0 < ends[1].sum_scale_lr < ends[0].sum_scale_lr
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3])
-@pytest.mark.parametrize("path", [0.0, 2.0])
-@pytest.mark.parametrize("length", [0.0, 0.5])
-def test_the_default_rule_from_odd_states(scale: float, path: float, length: float) -> None:
-    """Without a scale or a path yet, as after a long warm-up from 0 or a restart."""
-    tuner = DefaultTuner(scale=scale, path=path, length=length, size=1.0, trained=100.0, gradients=5.0, top_lr=0.05)
-    tuner.sum_lr = 0.05 if scale > 0 else 0.0
-    compare([tuner], Settings(), None, steps=8)
+@pytest.mark.parametrize("change", [0.0, 0.5])
+@pytest.mark.parametrize("norm", [0.0, 2.0])
+@pytest.mark.parametrize("top_lr", [0.0, 0.05])
+def test_the_default_rule_from_odd_states(scale: float, change: float, norm: float, top_lr: float) -> None:
+    """Without a scale, a measurement or a gradient yet, as after a long warm-up from 0 or a restart."""
+    tuner = DefaultTuner(scale=scale, change_square=change, norm_square=norm, full_steps=3.0, gradients=5.0)
+    tuner.top_lr = tuner.sum_lr = top_lr
+    compare([tuner], Settings(), None, steps=8, held=(0, 5))
 
 
 @pytest.mark.parametrize("rule", RULES)
