@@ -130,7 +130,7 @@ def demechanize(optimizer: Any) -> Optimizer:
             f"the learned learning rates are {learned}, none of them above 0: the learning rate would be 0. Train a "
             "few steps before demechanize()."
         )
-    for group, lr in zip(groups, plain_lrs(learned, list(map(peak_lr, groups))), strict=True):
+    for group, lr in zip(groups, plain_lrs(learned, mechanic.top_lrs), strict=True):
         if group.get("lr") is not None:
             group["lr"] = group["lr"] * 0 + lr  # a tensor stays one
             group.pop("initial_lr", None)  # a new scheduler starts at lr

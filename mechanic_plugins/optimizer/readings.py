@@ -15,6 +15,7 @@ from mechanic_plugins.distributed.sharding import local
 from mechanic_plugins.optimizer.learned import Learned, on
 from mechanic_plugins.optimizer.skips import Skips
 from mechanic_plugins.rule.default import PATIENCE, TOP, DefaultTuner
+from mechanic_plugins.rule.schedule import peak_lr
 from mechanic_plugins.rule.settings import Settings
 from mechanic_plugins.rule.sums import WIDTH, Sums, gradient_norm
 
@@ -84,6 +85,15 @@ class Readings:
         """
         lrs: list[float] = self.learned.tolist()
         return lrs
+
+    @property
+    def top_lrs(self) -> list[float]:
+        """Per group, the base's lr at the schedule's top; 0 for a group that is held at 0."""
+        course = self._learned.course
+        return [
+            course.get(index, (0.0, 0.0))[1] if course else peak_lr(group)
+            for index, group in enumerate(self.param_groups)
+        ]
 
     @property
     def learned_lr(self) -> float:

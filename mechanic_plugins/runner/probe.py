@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from mechanic_plugins.api import peak_lr, plain_lrs
+from mechanic_plugins.api import plain_lrs
 from mechanic_plugins.optimizer import MechanicOptimizer
 from mechanic_plugins.optimizer.step import is_called_by
 from mechanic_plugins.runner.console import STOPPED, is_first_rank, say
@@ -107,7 +107,7 @@ class Recorder:
         if run.calls in _ANNOUNCED and not self._probe and self._speaks and not _LOGGERS & sys.modules.keys():
             say(f"{run.base.__name__}: learning rate in force at step {run.calls}: {max(optimizer.effective_lrs):.3g}")
         if self._probe:
-            run.peaks = list(map(peak_lr, optimizer.param_groups))
+            run.peaks = optimizer.top_lrs
             run.steps = int(optimizer.tuner.steps) - run.before  # not the calls: DeepSpeed steps in parts
             if self._is_complete():
                 self._report_probe()

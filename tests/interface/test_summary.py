@@ -138,6 +138,22 @@ def test_demechanize_leaves_a_group_that_was_held_at_0_there(rule: Any, scope: A
     assert [group["lr"] for group in demechanize(opt).param_groups] == learned
 
 
+@pytest.mark.parametrize("rule", [None, "paper"])
+def test_a_group_held_at_0_by_hand_under_a_scheduler_stays_there(rule: Any) -> None:
+    """It was given the others' scale, from the `initial_lr` that the scheduler had noted."""
+    model = perceptron()
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+    opt = mechanize(torch.optim.AdamW(groups, lr=1e-3), **({} if rule is None else {"rule": rule}))
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 - step / 60)
+    for _ in range(30):
+        opt.param_groups[0]["lr"] = 0.0
+        train(model, opt, 1)
+        schedule.step()
+    learned = opt.learned_lrs
+    assert learned[0] == 0 < learned[1]
+    assert [group["lr"] for group in demechanize(opt).param_groups] == learned
+
+
 def test_demechanize_gives_a_group_that_learned_nothing_the_smallest_scale() -> None:
     model, extra = perceptron(), torch.ones(2, requires_grad=True)  # never has a gradient
     groups = [{"params": [extra], "lr": 0.1}, {"params": [extra.clone().detach()], "lr": 0.0}]
