@@ -32,6 +32,9 @@ class Changes(NamedTuple):
     layout: Layout
     shares: Sequence[float]
     reduction: Reduction
+    dtype: torch.dtype
+    device: torch.device
+    """Those of what is reduced: the same on every rank, also on one without an update."""
     sizes: list[float]
     """Their norms."""
     starts: list[float]
@@ -60,13 +63,12 @@ class Changes(NamedTuple):
             shares: The factor on this rank's sums of each tensor, so that every number counts once over all ranks.
             reduction: Sums over the ranks.
         """
-        sizes = _norms(weights, layout, shares, reduction)
-        lists = [
-            _squares(_parts(each, layout, shares), layout, _meeting_place(weights)) for each in (starts, gradients)
-        ]
+        wide = any(t.dtype in (torch.float64, torch.complex128) for t in weights)
+        dtype, device, count = torch.float64 if wide else torch.float32, _meeting_place(weights), len(layout.shapes)
+        sizes = _norms(weights, layout, shares, reduction, dtype, device)
+        lists = [_squares(_parts(each, layout, shares), layout, device) for each in (starts, gradients)]
         euclidean = reduction(torch.cat(lists)).sqrt().tolist()
-        count = len(layout.shapes)
-        return cls(layout, shares, reduction, sizes, euclidean[:count], euclidean[count:])
+        return cls(layout, shares, reduction, dtype, device, sizes, euclidean[:count], euclidean[count:])
 
     @torch.no_grad()
     def after(self, updates: Sequence[Tensor | None]) -> list[tuple[float, bool]]:
@@ -83,7 +85,7 @@ class Changes(NamedTuple):
             updates: What the step has added to each of this rank's tensors; None where it changed nothing.
         """
         result, layout = [], self.layout
-        norms = _norms(updates, layout, self.shares, self.reduction)
+        norms = _norms(updates, layout, self.shares, self.reduction, self.dtype, self.device)
         known = zip(layout.shapes, norms, self.sizes, self.starts, self.gradients, strict=True)
         for (height, width), change, size, start, gradient in known:
             is_matrix = min(height, width) > 1
@@ -116,16 +118,17 @@ def _parts(
 
 
 def _norms(
-    tensors: Sequence[Tensor | None], layout: Layout, shares: Sequence[float], reduction: Reduction
+    tensors: Sequence[Tensor | None],
+    layout: Layout,
+    shares: Sequence[float],
+    reduction: Reduction,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[float]:
     """Each whole parameter's norm: of matrices the spectral one, of vectors the Euclidean one."""
-    present = [t for t in tensors if t is not None]
-    dtype = torch.float64 if any(t.dtype in (torch.float64, torch.complex128) for t in present) else torch.float32
-    device, doubled = _meeting_place(present), dict.fromkeys(range(len(layout.shapes)), 1)
     parts = _parts(tensors, layout, shares, dtype)
-    for whole, owner in enumerate(layout.owners):
-        t = tensors[owner]
-        doubled[whole] = 2 if t is not None and t.is_complex() else 1
+    owners = [tensors[owner] for owner in layout.owners]
+    doubled = [2 if t is not None and t.is_complex() else 1 for t in owners]
     matrices = [whole for whole, shape in enumerate(layout.shapes) if min(shape) > 1]
     place = {whole: index for index, whole in enumerate(matrices)}
     vectors = [part for part in parts if part.block.whole not in place]

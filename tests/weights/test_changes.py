@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mechanic_plugins.distributed.layout import layout_of
-from mechanic_plugins.distributed.reduction import WHOLE
+from mechanic_plugins.distributed.reduction import WHOLE, Reduction
 from mechanic_plugins.weights.changes import Changes
 
 
@@ -162,3 +162,23 @@ def test_one_layer_that_is_not_finite_leaves_the_others() -> None:
 def test_gradients_are_not_recorded() -> None:
     p = torch.nn.Parameter(torch.ones(3, 4))
     assert changes([p], [p + 1], [p]) == [(pytest.approx(1), True)]
+
+
+def test_a_rank_without_an_update_takes_part_alike() -> None:
+    """What is reduced must have the same dtype on every rank, also where nothing was updated."""
+    dtypes = []
+
+    class Noted(Reduction):
+        def __call__(self, sums: Tensor) -> Tensor:
+            dtypes.append((sums.dtype, len(sums)))
+            return sums
+
+    olds = [torch.ones(3, 4, dtype=torch.float64), torch.ones(5, dtype=torch.float64)]
+    before = Changes.before(olds, olds, olds, layout_of(olds), [1.0, 1.0], Noted(spans_ranks=False))
+    lists = []
+    for updates in ([0.1 * old for old in olds], [None, None]):
+        dtypes.clear()
+        found = before.after(updates)
+        lists.append(list(dtypes))
+    assert found == [(0, True), (0, False)]
+    assert lists[0] == lists[1]
