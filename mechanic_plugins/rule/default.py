@@ -61,7 +61,7 @@ PATIENCE = 60.0
 TOP = -0.1
 """What is added to the evidence of each step while the schedule is at its top."""
 FALL = 0.6
-"""What counts for each step while the schedule is below its top."""
+"""What each step below the schedule's top adds to the bonus, where evidence adds at most 1."""
 CLIP = 5.0
 """Gradients this many times as long as the last ones are shortened to that."""
 TOO_LONG = 10.0
